@@ -1,0 +1,106 @@
+"""Measures one operation on this machine's GPU, and writes JSON and a plot.
+
+    python benchmarks/run.py rms_norm --out benchmarks/results/rms_norm_h200.json
+    python benchmarks/run.py rms_norm --plot benchmarks/results/rms_norm_h200.json
+
+The first checks every implementation against float64 and then times it; the second redraws the plot
+from a result. Results hold the card, the versions and the command.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import pathlib
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = ("jax", "jaxlib", "torch", "triton", "liger-kernel", "transformers")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("op", choices=["rms_norm"])
+    parser.add_argument("--out", type=pathlib.Path, help="JSON to write, with a PNG beside it")
+    parser.add_argument("--plot", type=pathlib.Path, help="draw the PNG of this JSON and stop")
+    parser.add_argument("--quick", action="store_true", help="one shape")
+    args = parser.parse_args()
+    if args.plot:
+        plot(json.loads(args.plot.read_text()), args.plot.with_suffix(".png"))
+        return
+
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/run.py needs an NVIDIA GPU, and torch sees none")
+    rows = []
+    for row in importlib.import_module(args.op).measure(args.quick):
+        rows.append(row)
+        print(_line(row), flush=True)
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "driver": torch.cuda.driver_version() if hasattr(torch.cuda, "driver_version") else None,
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "rows": rows,
+    }
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _line(row: dict) -> str:
+    shape = f"{row['rows']} x {row['dim']}"
+    ratio = ", ".join(f"{v:.3f} {k}" for k, v in row.items() if k.startswith("of_"))
+    return (
+        f"{row['op']:10} {row['pass']:18} {shape:14} {row['implementation']:22} "
+        f"{row['microseconds']:9.1f} us  {ratio}"
+    )
+
+
+def plot(result: dict, path: pathlib.Path) -> None:
+    """One panel a pass: the fraction of the copy's speed, by shape and implementation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in result["rows"] if "of_copy" in row]
+    rows = [row for row in rows if not row["implementation"].startswith("copy")]
+    passes = list(dict.fromkeys(row["pass"] for row in rows))
+    shapes = list(dict.fromkeys((row["rows"], row["dim"]) for row in rows))
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    figure, axes = plt.subplots(len(passes), figsize=(10, 4 * len(passes)), squeeze=False)
+    for axis, which in zip(axes[:, 0], passes, strict=True):
+        for i, name in enumerate(names):
+            found = {
+                (row["rows"], row["dim"]): row["of_copy"]
+                for row in rows
+                if row["pass"] == which and row["implementation"] == name
+            }
+            positions = [j + i / (len(names) + 1) for j in range(len(shapes))]
+            axis.bar(
+                positions, [found.get(s, 0.0) for s in shapes], 1 / (len(names) + 1), label=name
+            )
+        axis.set_xticks(
+            [j + 0.4 for j in range(len(shapes))], [f"{rows} x {dim}" for rows, dim in shapes]
+        )
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set_ylabel("speed, copy of the same bytes = 1")
+        axis.set_title(f"{rows[0]['op']} {which}, bfloat16, {result['device']}")
+    axes[0, 0].legend(ncols=3, fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

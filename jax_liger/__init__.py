@@ -1,0 +1,4 @@
+"""Fused training kernels for JAX: the functions; modules are in `jax_liger.nnx` and `.linen`."""
+
+from jax_liger.functions import fused_add_rms_norm as fused_add_rms_norm
+from jax_liger.functions import rms_norm as rms_norm

@@ -1,0 +1,96 @@
+"""The public functions: check the arguments, choose the implementation, run it."""
+
+import jax
+import jax.numpy as jnp
+
+from liger_ops import backend_pallas
+from liger_ops.rms_norm import xla as rms_norm_xla
+from liger_ops.rms_norm.check import check_arguments as check_rms_norm
+
+if backend_pallas.plgpu is not None:
+    from liger_ops.rms_norm import pallas_kernel as rms_norm_pallas
+
+
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    implementation: str | None = None,
+) -> jax.Array:
+    """Root-mean-square normalisation over the last dimension.
+
+        y = (weight + offset) * x / sqrt(mean(x^2) + eps)
+
+    Args:
+        x: (..., D), float32, bfloat16 or float16 (float64 by the XLA version only).
+        weight: (D,), of any of these dtypes, or None to leave the normalised value unscaled.
+        eps: added to the mean square; at least 0.
+        offset: added to the weight; 1.0 for Gemma, whose weights are stored around 0.
+        casting_mode: where values are rounded.
+            "llama": the normalised value is cast to x's dtype, then multiplied by the weight, as
+            Hugging Face's LLaMA, Mistral and Qwen do; the result has the promoted dtype of both.
+            "gemma": everything in float32 and one cast to x's dtype at the end.
+            "none": everything in float32 and one cast to the promoted dtype of x and weight, as
+            Flax's own RMSNorm does.
+        implementation: "pallas", "xla", or None for the kernel on a supported GPU and XLA
+            elsewhere.
+
+    Returns:
+        (..., D). Differentiable in x and weight, any number of times; a weight that asks for no
+        gradient costs no work for one.
+
+    Numerics: mean, scale and the weight's gradient over all rows are float32 whatever the dtypes.
+
+    Raises:
+        TypeError, ValueError: for an argument that does not fit, naming it and both values.
+        RuntimeError: if the implementation asked for by name cannot run here, with the reason.
+
+    Source: Zhang and Sennrich (2019), arXiv:1910.07467.
+    """
+    x, weight, _ = _checked(x, weight, None, eps, casting_mode)
+    if backend_pallas.choose(implementation, "rms_norm", x, weight) == "pallas":
+        return rms_norm_pallas.rms_norm(x, weight, eps, offset, casting_mode)
+    return rms_norm_xla.rms_norm(x, weight, eps, offset, casting_mode)
+
+
+def fused_add_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    weight: jax.Array | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Adds the residual stream, then normalises the sum: one reading where two would be.
+
+        new_residual = x + residual
+        normed = rms_norm(new_residual, weight)
+
+    Args:
+        x: (..., D), what the last sublayer put out.
+        residual: (..., D), the residual stream before it.
+        The others are those of `rms_norm`.
+
+    Returns:
+        normed and new_residual, both (..., D). The sum is rounded to the promoted dtype of x and
+        residual before it is normalised, as in a model that adds first.
+
+    Numerics, errors and source: as `rms_norm`.
+    """
+    x, weight, residual = _checked(x, weight, residual, eps, casting_mode)
+    assert residual is not None
+    if backend_pallas.choose(implementation, "fused_add_rms_norm", x, residual, weight) == "pallas":
+        return rms_norm_pallas.fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
+    return rms_norm_xla.fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
+
+
+def _checked(x, weight, residual, eps, casting_mode):
+    x, weight, residual = jax.tree.map(jnp.asarray, (x, weight, residual))
+    described = [None if a is None else (a.shape, a.dtype.name) for a in (x, weight, residual)]
+    check_rms_norm(*described, eps, casting_mode)  # type: ignore[call-arg]
+    return x, weight, residual

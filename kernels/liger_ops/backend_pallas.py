@@ -1,0 +1,267 @@
+"""The one file that touches Pallas's Triton backend, and what the kernels need to know of jax.
+
+The backend is deprecated since jax 0.11. So versions are handled here, every call states its
+compiler parameters (without them the default backend differs between versions), and an
+unsupported jax means a clear error by name and the XLA version otherwise.
+
+On a CPU the kernels run only in Pallas's interpret mode, chosen by PALLAS_INTERPRET=1 in the
+environment.
+"""
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+OLDEST_JAX, FIRST_UNSUPPORTED_JAX = (0, 10, 2), (0, 13)
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+
+KERNEL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+logger = logging.getLogger("jax_liger")
+
+# Raised when a kernel is compiled, in the user's own call, so it cannot be caught around ours.
+warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+
+plgpu: Any = None
+_import_error: str | None = None
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError as error:  # the backend is announced to go
+    _import_error = str(error)
+
+
+def choose(implementation: str | None, op: str, *arrays: jax.Array | None) -> str:
+    """The implementation to run, "pallas" or "xla", for `arrays` as the caller asked.
+
+    None takes the kernel on a supported GPU and the XLA version elsewhere; on a GPU the reason for
+    not taking the kernel is logged once. Asking by name for what cannot run raises a RuntimeError
+    with the reason.
+    """
+    if implementation == "xla":
+        return "xla"
+    if implementation is not None and implementation != "pallas":
+        raise ValueError(
+            f"implementation must be one of None, 'pallas', 'xla'; got {implementation!r}"
+        )
+    reason = _why_not(arrays)
+    if reason is None:
+        return "pallas"
+    if implementation == "pallas":
+        raise RuntimeError(f"{op}: implementation='pallas' cannot run here: {reason}")
+    if _platform() == "gpu":
+        _log_once(f"{op}: using the XLA version on a GPU: {reason}")
+    return "xla"
+
+
+def _why_not(arrays: Sequence[jax.Array | None]) -> str | None:
+    if plgpu is None:
+        return f"jax {jax.__version__} has no Pallas Triton backend ({_import_error})"
+    if not OLDEST_JAX <= JAX_VERSION < FIRST_UNSUPPORTED_JAX:
+        return f"jax {jax.__version__} is outside the supported >= 0.10.2, < 0.13"
+    if _platform() != "gpu" and not interpret():
+        return f"jax's default device is a {_platform()}, and PALLAS_INTERPRET=1 was not set"
+    for array in arrays:
+        if array is not None and array.dtype not in KERNEL_DTYPES:
+            return f"the kernel takes float32, bfloat16 and float16, not {array.dtype}"
+    return None
+
+
+def _platform() -> str:
+    """Of the mesh in scope, else of the default device: "gpu", "cpu" or "tpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None:
+        return jax.default_backend()
+    platform = device if isinstance(device, str) else device.platform
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning(message)
+
+
+def interpret() -> bool:
+    """Whether kernels run in interpret mode: off a GPU, where PALLAS_INTERPRET=1 asks for it."""
+    return os.environ.get("PALLAS_INTERPRET", "0") == "1" and _platform() != "gpu"
+
+
+def multiprocessors() -> int:
+    """Streaming multiprocessors of the GPU to compile for; in interpret mode a small stand-in."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.num_cores:
+        return device.num_cores
+    return getattr(jax.devices()[0], "core_count", None) or 2
+
+
+def pallas_call(
+    kernel: Callable[..., None],
+    out_shape: Any,
+    *args: Any,
+    programs: int,
+    num_warps: int,
+    num_stages: int = 1,
+    interpret: bool,
+) -> Any:
+    """Runs `kernel` on a one-dimensional grid; its refs are the whole arrays.
+
+    None among `args` or in `out_shape` reaches the kernel as None.
+    """
+    axes = _varying_axes(args)
+    if axes:
+        axis_type = jax.sharding.ManualAxisType(varying=axes)
+        out_shape = jax.tree.map(
+            lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=axis_type),
+            out_shape,
+        )
+    return pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid=(programs,),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+    )(*args)
+
+
+def load(
+    ref: Any, *indices: jax.Array, mask: jax.Array, eviction_policy: str | None = None
+) -> jax.Array:
+    """ref[indices], and 0 where `mask` is False."""
+    zero = jnp.zeros((), ref.dtype)
+    return plgpu.load(ref.at[indices], mask=mask, other=zero, eviction_policy=eviction_policy)
+
+
+def store(ref: Any, *indices: jax.Array, value: jax.Array, mask: jax.Array) -> None:
+    """Writes `value`, cast to the ref's dtype, where `mask` is True."""
+    plgpu.store(ref.at[indices], value.astype(ref.dtype), mask=mask)
+
+
+def for_range(start: Any, stop: Any, body: Any, carry: Any) -> Any:
+    """fori_loop that counts in int32 also under jax_enable_x64, and spares a loop of one step."""
+    if isinstance(stop, int) and stop - start == 1:
+        return body(start, carry)
+    return jax.lax.fori_loop(jnp.int32(start), jnp.int32(stop), body, carry)
+
+
+def lower_to_cuda(fn: Callable[..., Any], *shapes: Any) -> str:
+    """The StableHLO text of `fn` compiled for one NVIDIA H200, on a machine with or without a GPU.
+
+    Args:
+        fn: a function of arrays that calls the Pallas kernels.
+        shapes: its arguments as `jax.ShapeDtypeStruct`.
+    Raises whatever the GPU lowering rejects, which interpret mode does not see.
+    """
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        # A new function object each time, so that no trace made for the CPU is reused.
+        traced = jax.jit(lambda *args: fn(*args)).trace(*shapes)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def is_triton_call(text: str) -> bool:
+    """Whether a lowered text holds a kernel of the Triton backend, and none of another."""
+    return "xla.gpu.triton" in text and "mosaic_gpu" not in text
+
+
+def match_axes(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
+    """Marks all `arrays` as varying over the same manual mesh axes, as under shard_map a kernel
+    wants them. The transpose of the mark is the sum over those axes: a replicated weight's
+    gradient is added up across devices exactly once.
+    """
+    axes = _varying_axes(arrays)
+
+    def mark(array: jax.Array | None) -> jax.Array | None:
+        missing = () if array is None else tuple(axes - jax.typeof(array).manual_axis_type.varying)
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    return tuple(mark(array) for array in arrays)
+
+
+def _varying_axes(arrays: Sequence[jax.Array | None]) -> frozenset[str]:
+    empty: frozenset[str] = frozenset()
+    return empty.union(
+        *(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(tuple(arrays)))
+    )
+
+
+def split_rows(local: Callable[..., Any], x: jax.Array, *others: jax.Array | None) -> Any:
+    """local(x, *others), on every device's own rows where the leading dimensions are sharded.
+
+    `local` works on rows: inputs and outputs with as many dimensions as x (..., D) have x's leading
+    dimensions; all others are shared by all rows, and as outputs are sums over rows. Without this,
+    XLA would gather x onto every device before a kernel it cannot look into.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if x.ndim == 1 or mesh.manual_axes or mesh.size == 1 or jax.device_count() == 1:
+        return local(x, *others)
+    inputs, in_tree = jax.tree.flatten((x, *others))
+    whole = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs]  # without their sharding
+    out_shapes = jax.eval_shape(local, *jax.tree.unflatten(in_tree, whole))
+    out_shapes, out_tree = jax.tree.flatten(out_shapes)
+    is_rows = lambda a: a.ndim == x.ndim  # noqa: E731
+
+    def flat_local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(local(*jax.tree.unflatten(in_tree, arrays))))
+
+    def summed(leading: tuple[Any, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+        axes = tuple(jax.tree.leaves(leading))
+
+        def fn(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(
+                out if is_rows(out) or not axes else jax.lax.psum(out, axes)
+                for out in flat_local(*arrays)
+            )
+
+        return fn
+
+    def specs(leading: tuple[Any, ...], arrays: Sequence[Any]) -> tuple[PartitionSpec, ...]:
+        rows, shared = PartitionSpec(*leading, None), PartitionSpec()
+        return tuple(rows if is_rows(a) else shared for a in arrays)
+
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        leading = (*sharding.spec, *[None] * x.ndim)[: x.ndim - 1]
+        outputs = jax.shard_map(
+            summed(leading),
+            mesh=sharding.mesh,
+            in_specs=specs(leading, inputs),
+            out_specs=specs(leading, out_shapes),
+            check_vma=False,
+        )(*inputs)
+        return jax.tree.unflatten(out_tree, outputs)
+
+    def partition(mesh: Any, arg_shapes: Any, _: Any) -> Any:
+        spec = arg_shapes[0].sharding.spec
+        leading = (*spec, *[None] * x.ndim)[: x.ndim - 1]
+        named = lambda arrays: tuple(NamedSharding(mesh, s) for s in specs(leading, arrays))  # noqa: E731
+        return mesh, summed(leading), named(out_shapes), named(inputs)
+
+    factors = " ".join(f"row{i}" for i in range(x.ndim - 1)) + " d"
+    rule = " -> ".join(
+        ", ".join(factors if is_rows(a) else "d" for a in side) for side in (inputs, out_shapes)
+    )
+    partitioned = custom_partitioning(flat_local)
+    partitioned.def_partition(
+        partition=partition, sharding_rule=rule, need_replication_factors=("d",)
+    )
+    call = jax.custom_batching.custom_vmap(partitioned)
+
+    @call.def_vmap
+    def _batched(axis_size: int, in_batched: Any, *arrays: jax.Array) -> Any:
+        # Rows of a batched call are not split; the kernel takes the batch as one more grid axis.
+        in_axes = tuple(0 if batched else None for batched in in_batched)
+        outputs = jax.vmap(flat_local, in_axes, axis_size=axis_size)(*arrays)
+        return outputs, (True,) * len(outputs)
+
+    return jax.tree.unflatten(out_tree, call(*inputs))

@@ -1,0 +1,183 @@
+"""What the Triton kernels need of the machine: whether they can run there, and launching.
+
+On a CPU the kernels run only under Triton's interpreter, which is chosen by TRITON_INTERPRET=1 in
+the environment before triton is imported.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+triton: Any = None  # where no wheel exists for the platform, the eager versions still work
+with contextlib.suppress(ImportError):
+    import triton
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OLDEST_TRITON = (3, 4)
+
+logger = logging.getLogger("torch_liger")
+
+
+def _round_in_the_interpreter() -> None:
+    """Triton's interpreter truncates float32 to bfloat16 where the GPU rounds to nearest even."""
+    from triton.runtime import interpreter
+
+    truncating = interpreter._convert_float
+
+    def convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if (source.name, target.name) == ("fp32", "bf16"):
+            return data.astype(ml_dtypes.bfloat16).view(np.uint16)
+        return truncating(data, source, target, rounding_mode)
+
+    interpreter._convert_float = convert_float
+
+
+if INTERPRET and triton is not None:
+    _round_in_the_interpreter()
+
+
+def choose(implementation: str | None, op: str, *tensors: torch.Tensor | None) -> str:
+    """The implementation to run, "triton" or "eager", for `tensors` as the caller asked.
+
+    None takes the kernel on a supported GPU and the eager version elsewhere; on a GPU the reason
+    for not taking the kernel is logged once. Asking by name for what cannot run raises a
+    RuntimeError with the reason.
+    """
+    if implementation == "eager":
+        return "eager"
+    if implementation is not None and implementation != "triton":
+        raise ValueError(
+            f"implementation must be one of None, 'triton', 'eager'; got {implementation!r}"
+        )
+    reason = _why_not(tensors)
+    if reason is None:
+        return "triton"
+    if implementation == "triton":
+        raise RuntimeError(f"{op}: implementation='triton' cannot run here: {reason}")
+    if tensors[0] is not None and tensors[0].is_cuda:
+        _log_once(f"{op}: using the eager version on a GPU: {reason}")
+    return "eager"
+
+
+def _why_not(tensors: tuple[torch.Tensor | None, ...]) -> str | None:
+    if triton is None:
+        return "triton is not installed"
+    if _TRITON_VERSION < OLDEST_TRITON:
+        return f"triton {triton.__version__} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    first = tensors[0]
+    assert first is not None
+    if not first.is_cuda and not INTERPRET:
+        return f"the input is on {first.device}, and TRITON_INTERPRET=1 was not set"
+    if first.is_cuda and not _supported_gpu(first.device.index):
+        return "the GPU's compute capability is below 8.0"
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype not in KERNEL_DTYPES:
+            return f"the kernel takes float32, bfloat16 and float16, not {tensor.dtype}"
+    return None
+
+
+_TRITON_VERSION: tuple[int, ...] = ()
+if triton is not None:
+    _TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+def _supported_gpu(index: int) -> bool:
+    """Whether the GPU has bfloat16 arithmetic. Looked up at every call, so kept."""
+    supported = _SUPPORTED.get(index)
+    if supported is None:
+        supported = _SUPPORTED[index] = torch.cuda.get_device_capability(index) >= (8, 0)
+    return supported
+
+
+_SUPPORTED: dict[int, bool] = {}
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning(message)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; under the interpreter a small stand-in."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    tensors: tuple[torch.Tensor | None, ...],
+    scalars: tuple[int | float, ...],
+    constexprs: tuple[Any, ...],
+    num_warps: int,
+) -> None:
+    """Runs `kernel` on a one-dimensional grid, on the device of its first tensor.
+
+    The kernel takes its pointers, then its scalars, then its constexprs, all in this order.
+
+    Triton's own dispatch works out the specialisation of every argument at each call, which takes
+    longer than a small kernel runs. The compiled kernel is therefore kept under everything that
+    the specialisation depends on, and launched directly the next time.
+    """
+    if INTERPRET or torch.compiler.is_compiling():
+        kernel[(programs,)](*tensors, *scalars, *constexprs, num_warps=num_warps)
+        return
+    device = tensors[0].get_device()  # type: ignore[union-attr]
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, programs, tensors, scalars, constexprs, num_warps)
+        return
+    pointers = [0 if t is None else t.data_ptr() for t in tensors]
+    dtypes = tuple([None if t is None else t.dtype for t in tensors])
+    key = (id(kernel), device, num_warps, dtypes, scalars, constexprs)
+    compiled = _compiled.get(key)
+    if compiled is None or not _is_aligned(pointers) or _is_hooked():
+        compiled = kernel[(programs,)](*tensors, *scalars, *constexprs, num_warps=num_warps)
+        if _is_aligned(pointers):
+            if len(_compiled) >= _MOST_KEPT:
+                _compiled.clear()
+            _compiled[key] = compiled
+        return
+    compiled.run(
+        programs,
+        1,
+        1,
+        torch._C._cuda_getCurrentRawStream(device),
+        compiled.function,
+        compiled.packed_metadata,
+        None,  # launch metadata and the two hooks: only a profiler wants them
+        None,
+        None,
+        *pointers,
+        *scalars,
+        *constexprs,
+    )
+
+
+# Every length of a batch makes a key of its own, for a kernel that Triton may have compiled before.
+_MOST_KEPT = 4096
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _is_aligned(pointers: list[int]) -> bool:
+    """Whether all are multiples of 16, as a kernel was compiled for; an absent tensor's 0 is."""
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer
+    return not bits & 15
+
+
+def _is_hooked() -> bool:
+    """Whether a profiler listens to launches, which Triton's own dispatch then has to make."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # A chain of callbacks in newer versions; one callback or None in 3.4.
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

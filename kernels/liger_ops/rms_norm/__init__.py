@@ -1,0 +1,1 @@
+"""Root-mean-square normalisation, alone and fused with the residual addition before it."""

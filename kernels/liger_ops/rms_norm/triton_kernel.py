@@ -1,0 +1,311 @@
+"""RMSNorm in Triton for PyTorch, alone and with the residual addition before it.
+
+Kernels, then launchers, then the autograd.Function, then the two entry points. The backward saves
+only the normalised input and the weight: it has to read the input anyway, so the row's scale is
+cheaper to recompute than to store.
+"""
+
+# tl.range, and names that exist on one side of a constexpr:
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from liger_ops import backend_triton
+from liger_ops.rms_norm import eager
+from liger_ops.rms_norm.cases import Config
+from liger_ops.rms_norm.triton_helpers import load_scale, round_as_llama
+from liger_ops.rms_norm.triton_wide import backward_two_pass_kernel, forward_wide_kernel
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,  # (M, D)
+    residual_ptr,  # (M, D) or None
+    weight_ptr,  # (D,) or None
+    y_ptr,  # (M, D)
+    h_ptr,  # (M, D) or None: x + residual
+    num_rows,
+    x_stride,
+    residual_stride,
+    eps,
+    offset,
+    D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CASTING: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_D)
+    mask = (rows < num_rows) & (cols < D)[None, :]
+    scale = load_scale(weight_ptr, cols, cols < D, offset)
+
+    h = tl.load(x_ptr + rows * x_stride + cols[None, :], mask=mask, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(
+            residual_ptr + rows * residual_stride + cols[None, :], mask=mask, other=0.0
+        )
+        # Rounded before it is normalised: the next layer sees the same h as the norm does.
+        h = (h.to(tl.float32) + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + rows * D + cols[None, :], h, mask=mask)
+    h32 = h.to(tl.float32)
+    r = tl.rsqrt(tl.sum(h32 * h32, axis=1, keep_dims=True) / D + eps)
+    n = round_as_llama(h32 * r, h.dtype, CASTING)
+    y = n * scale[None, :]
+    tl.store(y_ptr + rows * D + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    h_ptr,  # (M, D): the input that was normalised
+    weight_ptr,  # (D,) or None
+    dy_ptr,  # (M, D)
+    dh_ptr,  # (M, D) or None: gradient that reaches h past the norm
+    dx_ptr,  # (M, D) or None
+    dweight_ptr,  # (programs, D) float32 or None: one partial sum a program
+    num_rows,
+    h_stride,
+    dy_stride,
+    dh_stride,
+    eps,
+    offset,
+    D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CASTING: tl.constexpr,
+):
+    """Each program walks over row blocks and loads the next one before it works on this one."""
+    cols = tl.arange(0, BLOCK_D)
+    in_row = cols < D
+    step = tl.num_programs(0)
+    scale = load_scale(weight_ptr, cols, in_row, offset)
+    if dweight_ptr is not None:
+        dweight = tl.zeros((BLOCK_D,), tl.float32)
+
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    mask = (rows < num_rows) & in_row[None, :]
+    h = tl.load(h_ptr + rows * h_stride + cols[None, :], mask=mask, other=0.0)
+    dy = tl.load(dy_ptr + rows * dy_stride + cols[None, :], mask=mask, other=0.0)
+    for _ in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_ROWS), step, num_stages=1):
+        next_rows = rows + step * BLOCK_ROWS
+        next_mask = (next_rows < num_rows) & in_row[None, :]
+        next_h = tl.load(h_ptr + next_rows * h_stride + cols[None, :], mask=next_mask, other=0.0)
+        next_dy = tl.load(dy_ptr + next_rows * dy_stride + cols[None, :], mask=next_mask, other=0.0)
+
+        h32 = h.to(tl.float32)
+        dy32 = dy.to(tl.float32)
+        g = dy32 * scale[None, :]
+        r = tl.rsqrt(tl.sum(h32 * h32, axis=1, keep_dims=True) / D + eps)
+        n = h32 * r
+        if dx_ptr is not None:
+            # mean(g n), summed over g h so that it need not wait for r
+            c = r * tl.sum(g * h32, axis=1, keep_dims=True) / D
+            dx = r * (g - n * c)
+            if dh_ptr is not None:
+                dh = tl.load(dh_ptr + rows * dh_stride + cols[None, :], mask=mask, other=0.0)
+                dx += dh.to(tl.float32)
+            tl.store(dx_ptr + rows * D + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if dweight_ptr is not None:
+            dweight += tl.sum(dy32 * round_as_llama(n, h.dtype, CASTING), axis=0)
+        rows, mask, h, dy = next_rows, next_mask, next_h, next_dy
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + tl.program_id(0).to(tl.int64) * D + cols, dweight, mask=in_row)
+
+
+@triton.jit
+def _sum_kernel(
+    partial_ptr,  # (programs, D) float32
+    sum_ptr,  # (D,)
+    programs,
+    D: tl.constexpr,
+    BLOCK_PROGRAMS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Adds up all programs' partial sums, read at once: a loop would cost a latency a turn."""
+    rows = tl.arange(0, BLOCK_PROGRAMS)[:, None]
+    cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    mask = (rows < programs) & (cols < D)
+    partial = tl.load(partial_ptr + rows * D + cols, mask=mask, other=0.0)
+    total = tl.sum(partial, axis=0, keep_dims=True).to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + cols, total, mask=cols < D)
+
+
+def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
+    """(..., D) as (M, D) with adjacent columns; a view wherever the strides allow one."""
+    if x is None:
+        return None
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Contiguous, of the shape of `like`."""
+    if dtype == like.dtype and like.is_contiguous():
+        return torch.empty_like(like)  # less than half the host time of the next line
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
+
+
+def _dense(weight: torch.Tensor | None) -> torch.Tensor | None:
+    return weight if weight is None or weight.stride(0) == 1 else weight.contiguous()
+
+
+def _row_stride(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)
+
+
+def _forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    casting_mode: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    h_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    y_dtype = h_dtype
+    if weight is not None and casting_mode != "gemma" and weight.dtype != h_dtype:
+        y_dtype = torch.promote_types(h_dtype, weight.dtype)
+    y = _empty(x, y_dtype)
+    h = None if residual is None else _empty(x, h_dtype)
+    if y.numel() == 0:
+        return y, h
+
+    x_rows, residual_rows = _rows(x), _rows(residual)
+    assert x_rows is not None
+    num_rows, dim = x_rows.shape
+    config = Config.for_shape(dim)
+    wide = dim > config.forward_block_d
+    backend_triton.launch(
+        forward_wide_kernel if wide else _forward_kernel,
+        num_rows if wide else -(-num_rows // config.forward_rows),
+        (x_rows, residual_rows, _dense(weight), y, h),
+        (num_rows, _row_stride(x_rows), _row_stride(residual_rows), eps, offset),
+        (dim, config.forward_rows, config.forward_block_d, casting_mode),
+        config.forward_warps,
+    )
+    return y, h
+
+
+def _backward(
+    h: torch.Tensor,
+    weight: torch.Tensor | None,
+    dy: torch.Tensor,
+    dh: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    casting_mode: str,
+    need_dx: bool,
+    need_dweight: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    dx = _empty(h, h.dtype) if need_dx else None
+    if h.numel() == 0:
+        return dx, torch.zeros_like(weight) if weight is not None and need_dweight else None
+
+    h_rows, dy_rows, dh_rows = _rows(h), _rows(dy), _rows(dh)
+    assert h_rows is not None
+    num_rows, dim = h_rows.shape
+    config = Config.for_shape(dim)
+    blocks = -(-num_rows // config.backward_rows)
+    programs = min(blocks, config.backward_programs * backend_triton.multiprocessors(h.device))
+    partial = None
+    if weight is not None and need_dweight:
+        partial = torch.empty((programs, dim), dtype=torch.float32, device=h.device)
+    backend_triton.launch(
+        backward_two_pass_kernel if config.backward_two_pass else _backward_kernel,
+        programs,
+        (h_rows, _dense(weight), dy_rows, dh_rows, dx, partial),
+        (num_rows, *map(_row_stride, (h_rows, dy_rows, dh_rows)), eps, offset),
+        (dim, config.backward_rows, config.backward_block_d, casting_mode),
+        config.backward_warps,
+    )
+    if partial is None:
+        return dx, None
+    assert weight is not None
+    dweight = torch.empty((dim,), dtype=weight.dtype, device=weight.device)
+    block_programs, block_d = triton.next_power_of_2(programs), 16
+    backend_triton.launch(
+        _sum_kernel,
+        -(-dim // block_d),
+        (partial, dweight),
+        (programs,),
+        (dim, block_programs, block_d),
+        8,
+    )
+    return dx, dweight
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Outputs y, and h = x + residual beside it when there is a residual."""
+
+    @staticmethod
+    def forward(ctx: Any, x, residual, weight, eps, offset, casting_mode):
+        y, h = _forward(x, residual, weight, eps, offset, casting_mode)
+        ctx.save_for_backward(x if h is None else h, weight)
+        ctx.settings = (eps, offset, casting_mode)
+        ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
+        ctx.set_materialize_grads(False)
+        return y if h is None else (y, h)
+
+    @staticmethod
+    def backward(ctx: Any, dy, dh=None):
+        h, weight = ctx.saved_tensors
+        need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
+        if dy is None:  # only h was used, or nothing was
+            dx, dweight = dh, None
+        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            dx, dweight = _differentiable_backward(ctx, h, weight, dy, dh)
+        else:
+            eps, offset, casting_mode = ctx.settings
+            dx, dweight = _backward(
+                h, weight, dy, dh, eps, offset, casting_mode, need_x or need_residual, need_weight
+            )
+        x_dtype, residual_dtype = ctx.dtypes
+        return (
+            dx.to(x_dtype) if need_x and dx is not None else None,
+            dx.to(residual_dtype) if need_residual and dx is not None else None,
+            dweight if need_weight else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _differentiable_backward(ctx: Any, h, weight, dy, dh):
+    """The same gradients by the eager version, under create_graph=True, to differentiate again."""
+    inputs = [h] if weight is None else [h, weight]
+    y = eager.rms_norm(h, weight, *ctx.settings)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+    dx, dweight = (
+        next(found) if tensor is not None and tensor.requires_grad else None
+        for tensor in (h, weight)
+    )
+    if dx is not None and dh is not None:
+        dx = dx + dh
+    return dx, dweight
+
+
+def _apply(x, residual, weight, eps, offset, casting_mode) -> Any:
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (residual is not None and residual.requires_grad)
+    ):
+        return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode)
+    # autograd.Function costs as much host time as the launch: spared where nothing is to be saved.
+    y, h = _forward(x, residual, weight, eps, offset, casting_mode)
+    return y if h is None else (y, h)
+
+
+def rms_norm(x, weight, eps, offset, casting_mode) -> torch.Tensor:
+    return _apply(x, None, weight, eps, offset, casting_mode)
+
+
+def fused_add_rms_norm(
+    x, residual, weight, eps, offset, casting_mode
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _apply(x, residual, weight, eps, offset, casting_mode)

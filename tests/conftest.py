@@ -1,0 +1,30 @@
+"""Without a GPU the kernels run in their interpreters, which are chosen before the first import."""
+
+import os
+import subprocess
+
+import pytest
+
+
+def _has_gpu() -> bool:
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+HAS_GPU = _has_gpu()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["PALLAS_INTERPRET"] = "1"
+else:
+    # Both frameworks share the card in these tests.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not HAS_GPU:
+        skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and nvidia-smi finds none")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

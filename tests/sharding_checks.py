@@ -1,0 +1,133 @@
+"""Run by test_sharding.py in a process of its own, since the number of devices is fixed at start.
+
+Prints one line a check: its name, then "ok" or what went wrong.
+"""
+
+import functools
+import os
+import sys
+import traceback
+
+DEVICES = int(sys.argv[1])
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["PALLAS_INTERPRET"] = "1"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import jax_liger  # noqa: E402
+
+X = jax.random.normal(jax.random.key(0), (8, 6, 40))
+WEIGHT = jax.random.normal(jax.random.key(1), (40,))
+SPECS = [P("data", None, None), P(None, "data", None), P(None, None, "data")]
+
+
+def loss(implementation, x, weight):
+    y, h = jax_liger.fused_add_rms_norm(x, x, weight, implementation=implementation)
+    return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(h))
+
+
+def gradients(implementation):
+    return jax.value_and_grad(functools.partial(loss, implementation), (0, 1))
+
+
+EXPECTED = gradients("xla")(X, WEIGHT)
+
+
+def mesh(kind):
+    return jax.make_mesh((DEVICES,), ("data",), axis_types=(kind,))
+
+
+def assert_expected(actual):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(EXPECTED), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=1e-5, atol=1e-5)
+
+
+def jit_with_sharded_rows():
+    auto = mesh(AxisType.Auto)
+    x = jax.device_put(X, NamedSharding(auto, SPECS[0]))
+    fn = jax.jit(gradients("pallas"))
+    text = fn.lower(x, WEIGHT).compile().as_text()
+    # The losses and the weight's gradient are summed over devices; x is gathered nowhere.
+    assert "all-gather" not in text, text
+    assert "all-reduce" in text
+    assert_expected(fn(x, WEIGHT))
+
+
+def jit_with_sharded_time_or_columns():
+    auto = mesh(AxisType.Auto)
+    for spec in SPECS[1:]:
+        if X.shape[spec.index("data")] % DEVICES == 0:
+            x = jax.device_put(X, NamedSharding(auto, spec))
+            assert_expected(jax.jit(gradients("pallas"))(x, WEIGHT))
+
+
+def jit_on_one_of_many_devices():
+    assert_expected(jax.jit(gradients("pallas"))(X, WEIGHT))
+    assert_expected(gradients("pallas")(X, WEIGHT))
+
+
+def explicit_sharding():
+    explicit = mesh(AxisType.Explicit)
+    with jax.set_mesh(explicit):
+        x = jax.device_put(X, NamedSharding(explicit, SPECS[0]))
+        fn = jax.jit(gradients("pallas"))
+        assert "all-gather" not in fn.lower(x, WEIGHT).compile().as_text()
+        assert_expected(fn(x, WEIGHT))
+        assert jax.typeof(fn(x, WEIGHT)[1][0]).sharding.spec == SPECS[0]
+
+
+# Interpret mode cannot run under check_vma=True; tests/test_lowering.py lowers that for a GPU.
+def gradients_of_shard_map():
+    def per_device(x, weight):
+        return jax.lax.psum(loss("pallas", x, weight), "data")
+
+    fn = jax.shard_map(
+        per_device, mesh=mesh(AxisType.Auto), in_specs=(SPECS[0], P()), out_specs=P(),
+        check_vma=False,
+    )  # fmt: skip
+    assert_expected(jax.jit(jax.value_and_grad(fn, (0, 1)))(X, WEIGHT))
+
+
+def gradients_inside_shard_map():
+    def per_device(x, weight):
+        value, (dx, dweight) = gradients("pallas")(x, weight)
+        return jax.lax.psum(value, "data"), (dx, jax.lax.psum(dweight, "data"))
+
+    fn = jax.shard_map(
+        per_device, mesh=mesh(AxisType.Auto), in_specs=(SPECS[0], P()),
+        out_specs=(P(), (SPECS[0], P())), check_vma=False,
+    )  # fmt: skip
+    assert_expected(jax.jit(fn)(X, WEIGHT))
+
+
+def vmap_under_jit():
+    stacked = jnp.stack([X, 2 * X])
+    results = [
+        jax.jit(jax.vmap(gradients(name), (0, None)))(stacked, WEIGHT) for name in ("pallas", "xla")
+    ]
+    for a, e in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+
+
+CHECKS = {
+    "jit_with_sharded_rows": jit_with_sharded_rows,
+    "jit_with_sharded_time_or_columns": jit_with_sharded_time_or_columns,
+    "jit_on_one_of_many_devices": jit_on_one_of_many_devices,
+    "explicit_sharding": explicit_sharding,
+    "gradients_of_shard_map": gradients_of_shard_map,
+    "gradients_inside_shard_map": gradients_inside_shard_map,
+    "vmap_under_jit": vmap_under_jit,
+}
+
+if __name__ == "__main__":
+    for name, check in CHECKS.items():
+        try:
+            check()
+            print(name, "ok", flush=True)
+        except Exception:
+            print(name, traceback.format_exc().replace("\n", " | ")[-1500:], flush=True)

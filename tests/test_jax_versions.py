@@ -1,0 +1,30 @@
+"""One forward and backward of every kernel on whichever supported jax is installed, with jax alone.
+
+Warnings are errors here, so a deprecation of anything the kernels use shows on the newest jax.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_liger
+
+
+def test_rms_norm_forward_and_backward():
+    x = jax.random.normal(jax.random.key(0), (5, 70), jnp.float32)
+    residual = jax.random.normal(jax.random.key(1), (5, 70), jnp.float32)
+    weight = jax.random.normal(jax.random.key(2), (70,), jnp.float32)
+
+    def loss(implementation, x, residual, weight):
+        normed, h = jax_liger.fused_add_rms_norm(x, residual, weight, implementation=implementation)
+        alone = jax_liger.rms_norm(x, weight, implementation=implementation)
+        return jnp.sum(jnp.sin(normed) + jnp.cos(h) + jnp.sin(alone))
+
+    kernel, plain = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, name), (0, 1, 2)))(x, residual, weight)
+        for name in ("pallas", "xla")
+    )
+    for a, e in zip(jax.tree.leaves(kernel), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)

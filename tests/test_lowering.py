@@ -1,0 +1,93 @@
+"""The CUDA lowering gate: every kernel lowers for a GPU on a machine without one.
+
+Interpret mode accepts what a GPU rejects (sizes that are no power of two, slices in a kernel), so
+passing there is no evidence. Runs with jax alone.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_liger
+from liger_ops import backend_pallas
+
+
+def shapes(*dims, dtype):
+    return [jax.ShapeDtypeStruct(dim, dtype) for dim in dims]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "rows, dim", [(1, 1), (7, 15), (33, 80), (64, 768), (8, 4096), (5, 9000), (3, 65536)]
+)
+@pytest.mark.parametrize("casting_mode", ["llama", "gemma"])
+def test_rms_norm(rows, dim, dtype, casting_mode):
+    norm = functools.partial(jax_liger.rms_norm, implementation="pallas", casting_mode=casting_mode)
+    args = shapes((rows, dim), (dim,), dtype=dtype)
+    forward = backend_pallas.lower_to_cuda(norm, *args)
+    assert backend_pallas.is_triton_call(forward)
+    backward = jax.grad(lambda x, w: jnp.sum(norm(x, w)).astype(jnp.float32), (0, 1))
+    assert backend_pallas.is_triton_call(backend_pallas.lower_to_cuda(backward, *args))
+
+
+@pytest.mark.parametrize("dim", [768, 16384, 20000])
+def test_fused_add_rms_norm_and_vmap(dim):
+    fused = functools.partial(jax_liger.fused_add_rms_norm, implementation="pallas")
+
+    def loss(x, residual, weight):
+        y, h = fused(x, residual, weight)
+        return jnp.sum(y).astype(jnp.float32) + jnp.sum(h).astype(jnp.float32)
+
+    args = shapes((8, dim), (8, dim), (dim,), dtype=jnp.bfloat16)
+    gradients = jax.grad(loss, (0, 1, 2))
+    assert backend_pallas.is_triton_call(backend_pallas.lower_to_cuda(gradients, *args))
+    batched = shapes((2, 8, dim), (2, 8, dim), (dim,), dtype=jnp.bfloat16)
+    text = backend_pallas.lower_to_cuda(jax.vmap(gradients, (0, 0, None)), *batched)
+    assert backend_pallas.is_triton_call(text)
+
+
+def test_under_a_checked_shard_map_the_weight_gradient_is_summed_once():
+    norm = functools.partial(jax_liger.rms_norm, implementation="pallas")
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
+    mesh = jax.sharding.AbstractMesh(
+        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+    rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def gradients(x, weight):
+        return jax.grad(lambda x, w: jnp.sum(norm(x, w)).astype(jnp.float32), (0, 1))(x, weight)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        fn = jax.shard_map(gradients, in_specs=(rows, whole), out_specs=(rows, whole))
+        traced = jax.jit(fn).trace(*shapes((8, 768), (768,), dtype=jnp.bfloat16))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert backend_pallas.is_triton_call(text)
+    assert text.count("all_reduce") == 1
+
+
+def test_the_gate_sees_what_a_gpu_rejects():
+    def kernel(x_ref, y_ref):
+        backend_pallas.store(
+            y_ref,
+            jnp.arange(48),  # not a power of two
+            value=backend_pallas.load(x_ref, jnp.arange(48), mask=jnp.ones(48, bool)),
+            mask=jnp.ones(48, bool),
+        )
+
+    def fn(x, interpret=False):
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return backend_pallas.pallas_call(
+            kernel, out, x, programs=1, num_warps=4, interpret=interpret
+        )
+
+    assert fn(jnp.ones(48), interpret=True).sum() == 48
+    with pytest.raises(Exception, match="power of 2"):
+        backend_pallas.lower_to_cuda(fn, *shapes((48,), dtype=jnp.float32))
+
+
+def test_the_text_tells_a_kernel_from_none():
+    plain = functools.partial(jax_liger.rms_norm, implementation="xla")
+    text = backend_pallas.lower_to_cuda(plain, *shapes((8, 64), dtype=jnp.float32))
+    assert not backend_pallas.is_triton_call(text)

@@ -1,0 +1,70 @@
+"""Run by test_triton_compile.py in a process of its own, where Triton's interpreter is off.
+
+Compiles each kernel for the compute capability given as the argument, and prints one line a kernel:
+its name and the bytes of shared memory a program needs.
+"""
+
+import itertools
+import sys
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from liger_ops.rms_norm import triton_kernel, triton_wide
+from liger_ops.rms_norm.cases import Config
+
+TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
+TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
+
+
+def compile_kernel(kernel: Any, arguments: dict[str, Any], num_warps: int) -> None:
+    """`arguments`: a type for what is given at run time, anything else is a constant."""
+    names = kernel.arg_names
+    is_type = lambda value: isinstance(value, str) and value[:1] in "*if" and value != "inf"  # noqa: E731
+    source = ASTSource(
+        fn=kernel,
+        signature={n: arguments[n] if is_type(arguments[n]) else "constexpr" for n in names},
+        constexprs={(i,): arguments[n] for i, n in enumerate(names) if not is_type(arguments[n])},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(names)
+            if is_type(arguments[n]) and not arguments[n].startswith("f")
+        },
+    )
+    compiled = compile(source, target=TARGET, options={"num_warps": num_warps})
+    print(kernel.__name__, compiled.metadata.shared, flush=True)
+
+
+def rms_norm(dim: int, dtype: str, weight: bool, residual: bool) -> None:
+    config, pointer = Config.for_shape(dim), TYPES[dtype]
+    common = {"eps": "fp32", "offset": "fp32", "num_rows": "i32", "D": dim, "CASTING": "llama"}
+    common["weight_ptr"] = pointer if weight else None
+    forward = {
+        **common, "x_ptr": pointer, "y_ptr": pointer, "x_stride": "i32", "residual_stride": "i32",
+        "residual_ptr": pointer if residual else None, "h_ptr": pointer if residual else None,
+        "BLOCK_ROWS": config.forward_rows, "BLOCK_D": config.forward_block_d,
+    }  # fmt: skip
+    wide = dim > config.forward_block_d
+    kernel = triton_wide.forward_wide_kernel if wide else triton_kernel._forward_kernel
+    compile_kernel(kernel, forward, config.forward_warps)
+    backward = {
+        **common, "h_ptr": pointer, "dy_ptr": pointer, "dh_ptr": pointer if residual else None,
+        "dx_ptr": pointer, "dweight_ptr": "*fp32" if weight else None,
+        "h_stride": "i32", "dy_stride": "i32", "dh_stride": "i32",
+        "BLOCK_ROWS": config.backward_rows, "BLOCK_D": config.backward_block_d,
+    }  # fmt: skip
+    kernel = triton_kernel._backward_kernel
+    if config.backward_two_pass:
+        kernel = triton_wide.backward_two_pass_kernel
+    compile_kernel(kernel, backward, config.backward_warps)
+
+
+if __name__ == "__main__":
+    for dim, dtype in itertools.product((80, 768, 4096, 16384, 20000), TYPES):
+        rms_norm(dim, dtype, weight=True, residual=dtype == "bfloat16")
+    rms_norm(768, "bfloat16", weight=False, residual=False)
+    shapes = {"programs": "i32", "D": 4096, "BLOCK_PROGRAMS": 512, "BLOCK_D": 16}
+    for pointer in TYPES.values():
+        arguments = {**shapes, "partial_ptr": "*fp32", "sum_ptr": pointer}
+        compile_kernel(triton_kernel._sum_kernel, arguments, 8)

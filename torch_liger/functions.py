@@ -1,0 +1,110 @@
+"""The public functions: check the arguments, choose the implementation, run it."""
+
+import torch
+
+from liger_ops import backend_triton
+from liger_ops.rms_norm import eager as rms_norm_eager
+from liger_ops.rms_norm.check import check_arguments as check_rms_norm
+
+if backend_triton.triton is not None:
+    from liger_ops.rms_norm import triton_kernel as rms_norm_triton
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Root-mean-square normalisation over the last dimension.
+
+        y = (weight + offset) * x / sqrt(mean(x^2) + eps)
+
+    Args:
+        x: (..., D), float32, bfloat16 or float16 (float64 by the eager version only). Any strides;
+            rows that no view can flatten are copied.
+        weight: (D,), of any of these dtypes, or None to leave the normalised value unscaled.
+        eps: added to the mean square; at least 0.
+        offset: added to the weight; 1.0 for Gemma, whose weights are stored around 0.
+        casting_mode: where values are rounded.
+            "llama": the normalised value is cast to x's dtype, then multiplied by the weight, as
+            Hugging Face's LLaMA, Mistral and Qwen do; the result has the promoted dtype of both.
+            "gemma": everything in float32 and one cast to x's dtype at the end.
+            "none": everything in float32 and one cast to the promoted dtype of x and weight, as
+            Flax's own RMSNorm does.
+        implementation: "triton", "eager", or None for the kernel on a supported GPU and eager
+            elsewhere.
+
+    Returns:
+        (..., D), contiguous. Differentiable in x and weight, any number of times; a weight that
+        asks for no gradient costs no work for one. No argument is written to.
+
+    Numerics: mean, scale and the weight's gradient over all rows are float32 whatever the dtypes.
+
+    Raises:
+        TypeError, ValueError: for an argument that does not fit, naming it and both values.
+        RuntimeError: if the implementation asked for by name cannot run here, with the reason.
+
+    Source: Zhang and Sennrich (2019), arXiv:1910.07467.
+    """
+    _check(x, weight, None, eps, casting_mode)
+    if backend_triton.choose(implementation, "rms_norm", x, weight) == "triton":
+        return rms_norm_triton.rms_norm(x, weight, eps, offset, casting_mode)
+    return rms_norm_eager.rms_norm(x, weight, eps, offset, casting_mode)
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    implementation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds the residual stream, then normalises the sum: one reading where two would be.
+
+        new_residual = x + residual
+        normed = rms_norm(new_residual, weight)
+
+    Args:
+        x: (..., D), what the last sublayer put out.
+        residual: (..., D), the residual stream before it.
+        The others are those of `rms_norm`.
+
+    Returns:
+        normed and new_residual, both (..., D). The sum is rounded to the promoted dtype of x and
+        residual before it is normalised, as in a model that adds first.
+
+    Numerics, errors and source: as `rms_norm`.
+    """
+    _check(x, weight, residual, eps, casting_mode)
+    if backend_triton.choose(implementation, "fused_add_rms_norm", x, residual, weight) == "triton":
+        return rms_norm_triton.fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
+    return rms_norm_eager.fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
+
+
+def _check(x, weight, residual, eps, casting_mode):
+    described = (_described(tensor) for tensor in (x, weight, residual))
+    check_rms_norm(*described, eps, casting_mode)  # type: ignore[call-arg]
+    for name, tensor in (("weight", weight), ("residual", residual)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} must be on x's device, {x.device}; got {tensor.device}")
+
+
+def _described(tensor: torch.Tensor | None) -> tuple[torch.Size, str] | None:
+    if tensor is None:
+        return None
+    return tensor.shape, _DTYPE_NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+
+
+_DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+}
