@@ -1,5 +1,6 @@
 """rms_norm and fused_add_rms_norm against a device copy of the same bytes, and against peers."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ def torch_peers() -> dict[str, Callable[..., torch.Tensor]]:
     peers = {
         "torch_liger (triton)": lambda x, w: torch_liger.rms_norm(x, w, implementation="triton"),
         "torch.compile": torch.compile(lambda x, w: eager(x, w, implementation="eager")),
-        "F.rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6),
+        "F.rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, (x.shape[-1],), w, 1e-6),
     }
     try:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -61,7 +62,7 @@ def _one_shape(rows: int, dim: int) -> Iterator[Row]:
     dys = [make(rows, dim) for _ in range(SETS)]
     weight = make(dim).requires_grad_()
     exact = _exact(xs[0], weight, dys[0])
-    out = torch.empty_like(xs[0])
+    outs = [torch.empty_like(x) for x in xs]
     array_bytes = rows * dim * 2
     torch.cuda.synchronize()
 
@@ -74,7 +75,7 @@ def _one_shape(rows: int, dim: int) -> Iterator[Row]:
             "of_copy": floor / us, "error": error,
         }  # fmt: skip
 
-    copy = torch_microseconds(lambda i: out.copy_(xs[i].detach()), stream)
+    copy = torch_microseconds(lambda i: outs[i].copy_(xs[i].detach()), stream)
     yield row("copy (torch)", "forward", copy, copy, 0.0)
     for name, fn in torch_peers().items():
         with torch.cuda.stream(stream):
@@ -115,10 +116,9 @@ def _launch_cost() -> Iterator[Row]:
     x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
     for needs_grad in (False, True):
         weight = torch.nn.Parameter(torch.ones_like(x[0]), requires_grad=needs_grad)
-        times = {
-            name: host_microseconds(lambda: fn(x, weight))  # noqa: B023
-            for name, fn in torch_peers().items()
-        }
+        times = host_microseconds(
+            {name: functools.partial(fn, x, weight) for name, fn in torch_peers().items()}
+        )
         for name, us in times.items():
             yield {
                 "op": "rms_norm", "pass": "launch, with graph" if needs_grad else "launch",

@@ -41,7 +41,6 @@ def main() -> None:
         print(_line(row), flush=True)
     result = {
         "device": torch.cuda.get_device_name(),
-        "driver": torch.cuda.driver_version() if hasattr(torch.cuda, "driver_version") else None,
         "command": shlex.join(["python", *sys.argv]),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
         "rows": rows,
@@ -49,6 +48,7 @@ def main() -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+        plot(result, args.out.with_suffix(".png"))
 
 
 def _version(package: str) -> str | None:

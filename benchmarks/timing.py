@@ -17,6 +17,7 @@ import torch
 SETS = 6
 ROUNDS = 9  # the median of so many timings of SETS * REPEATS calls each
 REPEATS = 4
+JAX_REPEATS = 24  # more, since a round begins with the host's dispatch and ends with its wait
 
 
 def torch_microseconds(call: Callable[[int], Any], stream: torch.cuda.Stream) -> float:
@@ -27,8 +28,9 @@ def torch_microseconds(call: Callable[[int], Any], stream: torch.cuda.Stream) ->
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for i in range(SETS):
-            call(i)
+        # All outputs are kept, each in memory of its own: one that is written again and again
+        # would stay in the L2 cache and never reach memory.
+        outputs = [call(i) for i in range(SETS)]
     graph.replay()
     times = []
     for _ in range(ROUNDS):
@@ -39,6 +41,7 @@ def torch_microseconds(call: Callable[[int], Any], stream: torch.cuda.Stream) ->
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / (SETS * REPEATS))
+    del outputs
     return statistics.median(times)
 
 
@@ -49,23 +52,28 @@ def jax_microseconds(fn: Callable[..., Any], inputs: Sequence[tuple[jax.Array, .
     times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        for _ in range(REPEATS):
+        for _ in range(JAX_REPEATS):
             outputs = program(inputs)
         jax.block_until_ready(outputs)
-        times.append((time.perf_counter() - start) * 1e6 / (len(inputs) * REPEATS))
+        times.append((time.perf_counter() - start) * 1e6 / (len(inputs) * JAX_REPEATS))
     return statistics.median(times)
 
 
-def host_microseconds(call: Callable[[], Any], calls: int = 2000) -> float:
-    """Time of one call where the host is the bottleneck: the least of several rounds."""
-    for _ in range(100):
-        call()
-    best = float("inf")
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        torch.cuda.synchronize()
-        best = min(best, (time.perf_counter() - start) * 1e6 / calls)
+def host_microseconds(
+    functions: dict[str, Callable[[], Any]], calls: int = 1000
+) -> dict[str, float]:
+    """Time of one call of each where the host is the bottleneck: the least of several rounds.
+
+    The rounds take turns, so that what else the host is doing strikes all alike.
+    """
+    best = dict.fromkeys(functions, float("inf"))
+    for _ in range(2 * ROUNDS):
+        for name, function in functions.items():
+            function()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            torch.cuda.synchronize()
+            best[name] = min(best[name], (time.perf_counter() - start) * 1e6 / calls)
     return best

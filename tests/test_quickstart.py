@@ -260,13 +260,19 @@ def test_a_short_run_stays_within_the_bound(run, tmp_path, capsys):
     assert "6/6" in said.err  # the progress bar
 
 
-def other_eps(monkeypatch):
+def test_the_kernels_stay_within_the_bound(run):
+    report, message = run("--steps", "3", "--implementation", "kernels")
+    assert message is None and report["within_bound"]
+    assert report["settings"]["implementation"] == "kernels"
+
+
+def other_norm_eps(monkeypatch):
     norm = tiny_llama.RMSNorm
 
-    def norm_with_other_eps(features, *, epsilon, **rest):
+    def wrong_norm(features, *, epsilon, **rest):
         return norm(features, epsilon=1e-3, **rest)
 
-    monkeypatch.setattr(tiny_llama, "RMSNorm", norm_with_other_eps)
+    monkeypatch.setattr(tiny_llama, "RMSNorm", wrong_norm)
 
 
 def interleaved_rope(monkeypatch):
@@ -277,18 +283,18 @@ def interleaved_rope(monkeypatch):
     monkeypatch.setattr(tiny_llama, "apply_rope", apply_rope)
 
 
-def no_weight_decay_in_flax(monkeypatch):
+def other_adam_eps(monkeypatch):
     adamw = quickstart.optax.adamw
 
-    def adamw_without_decay(learning_rate, **rest):
-        return adamw(learning_rate, **rest | {"weight_decay": 0.0})
+    def wrong_adamw(learning_rate, **rest):
+        return adamw(learning_rate, **rest | {"eps": 1e-6})
 
-    monkeypatch.setattr(quickstart.optax, "adamw", adamw_without_decay)
+    monkeypatch.setattr(quickstart.optax, "adamw", wrong_adamw)
 
 
 @pytest.mark.parametrize(
     ("fault", "in_the_forward"),
-    [(other_eps, True), (interleaved_rope, True), (no_weight_decay_in_flax, False)],
+    [(other_norm_eps, True), (interleaved_rope, True), (other_adam_eps, False)],
 )
 def test_a_planted_fault_parts_the_curves(run, monkeypatch, fault, in_the_forward):
     fault(monkeypatch)

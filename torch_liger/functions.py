@@ -4,6 +4,7 @@ import torch
 
 from liger_ops import backend_triton
 from liger_ops.rms_norm import eager as rms_norm_eager
+from liger_ops.rms_norm.check import CASTING_MODES
 from liger_ops.rms_norm.check import check_arguments as check_rms_norm
 
 if backend_triton.triton is not None:
@@ -89,11 +90,25 @@ def fused_add_rms_norm(
 
 
 def _check(x, weight, residual, eps, casting_mode):
+    # What is right is seen quickly; what is not is looked at again for the error's words.
+    if (
+        x.dtype in _DTYPE_NAMES
+        and eps >= 0.0
+        and casting_mode in CASTING_MODES
+        and (weight is None or (_fits(weight, x) and weight.shape == x.shape[-1:]))
+        and (residual is None or (_fits(residual, x) and residual.shape == x.shape))
+        and x.shape
+    ):
+        return
     described = (_described(tensor) for tensor in (x, weight, residual))
     check_rms_norm(*described, eps, casting_mode)  # type: ignore[call-arg]
     for name, tensor in (("weight", weight), ("residual", residual)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} must be on x's device, {x.device}; got {tensor.device}")
+
+
+def _fits(tensor: torch.Tensor, x: torch.Tensor) -> bool:
+    return tensor.dtype in _DTYPE_NAMES and tensor.device == x.device
 
 
 def _described(tensor: torch.Tensor | None) -> tuple[torch.Size, str] | None:

@@ -132,14 +132,14 @@ def pallas_call(
 
 
 def load(
-    ref: Any, *indices: jax.Array, mask: jax.Array, eviction_policy: str | None = None
+    ref: Any, *indices: jax.Array, mask: jax.Array | None, eviction_policy: str | None = None
 ) -> jax.Array:
     """ref[indices], and 0 where `mask` is False."""
-    zero = jnp.zeros((), ref.dtype)
+    zero = None if mask is None else jnp.zeros((), ref.dtype)
     return plgpu.load(ref.at[indices], mask=mask, other=zero, eviction_policy=eviction_policy)
 
 
-def store(ref: Any, *indices: jax.Array, value: jax.Array, mask: jax.Array) -> None:
+def store(ref: Any, *indices: jax.Array, value: jax.Array, mask: jax.Array | None) -> None:
     """Writes `value`, cast to the ref's dtype, where `mask` is True."""
     plgpu.store(ref.at[indices], value.astype(ref.dtype), mask=mask)
 

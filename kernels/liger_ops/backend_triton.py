@@ -111,60 +111,82 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch(
-    kernel: Any,
-    programs: int,
-    tensors: tuple[torch.Tensor | None, ...],
-    scalars: tuple[int | float, ...],
-    constexprs: tuple[Any, ...],
-    num_warps: int,
-) -> None:
-    """Runs `kernel` on a one-dimensional grid, on the device of its first tensor.
-
-    The kernel takes its pointers, then its scalars, then its constexprs, all in this order.
+class Launch:
+    """A kernel and all it is called with but its tensors, to be called again and again.
 
     Triton's own dispatch works out the specialisation of every argument at each call, which takes
-    longer than a small kernel runs. The compiled kernel is therefore kept under everything that
-    the specialisation depends on, and launched directly the next time.
+    longer than a small kernel runs. It depends on the dtypes, the scalars and the alignment of the
+    pointers, so whoever keeps a Launch for one combination of dtypes and shapes needs it once: the
+    compiled kernel is kept here and launched directly the next time.
+
+    The kernel takes its pointers, then its scalars, then its constexprs, all in this order, on a
+    one-dimensional grid, and runs on the device of its first tensor.
     """
-    if INTERPRET or torch.compiler.is_compiling():
-        kernel[(programs,)](*tensors, *scalars, *constexprs, num_warps=num_warps)
-        return
-    device = tensors[0].get_device()  # type: ignore[union-attr]
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            launch(kernel, programs, tensors, scalars, constexprs, num_warps)
-        return
-    pointers = [0 if t is None else t.data_ptr() for t in tensors]
-    dtypes = tuple([None if t is None else t.dtype for t in tensors])
-    key = (id(kernel), device, num_warps, dtypes, scalars, constexprs)
-    compiled = _compiled.get(key)
-    if compiled is None or not _is_aligned(pointers) or _is_hooked():
-        compiled = kernel[(programs,)](*tensors, *scalars, *constexprs, num_warps=num_warps)
-        if _is_aligned(pointers):
-            if len(_compiled) >= _MOST_KEPT:
-                _compiled.clear()
-            _compiled[key] = compiled
-        return
-    compiled.run(
-        programs,
-        1,
-        1,
-        torch._C._cuda_getCurrentRawStream(device),
-        compiled.function,
-        compiled.packed_metadata,
-        None,  # launch metadata and the two hooks: only a profiler wants them
-        None,
-        None,
-        *pointers,
-        *scalars,
-        *constexprs,
-    )
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        scalars: tuple[int | float, ...],
+        constexprs: tuple[Any, ...],
+        num_warps: int,
+    ):
+        self.kernel = kernel
+        self.programs = programs
+        self.arguments = (*scalars, *constexprs)
+        self.num_warps = num_warps
+        self.compiled: Any = None
+        self.device = -1
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        compiled = self.compiled
+        if compiled is not None and self.device == torch.cuda.current_device():
+            pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            if _is_aligned(pointers) and not _is_hooked():
+                compiled.run(
+                    self.programs,
+                    1,
+                    1,
+                    torch._C._cuda_getCurrentRawStream(self.device),
+                    compiled.function,
+                    compiled.packed_metadata,
+                    None,  # launch metadata and the two hooks: only a profiler wants them
+                    None,
+                    None,
+                    *pointers,
+                    *self.arguments,
+                )
+                return
+        self._dispatch(tensors)
+
+    def _dispatch(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        kernel = self.kernel[(self.programs,)]
+        if INTERPRET or torch.compiler.is_compiling():
+            kernel(*tensors, *self.arguments, num_warps=self.num_warps)
+            return
+        first = tensors[0]
+        assert first is not None
+        with torch.cuda.device(first.device):
+            compiled = kernel(*tensors, *self.arguments, num_warps=self.num_warps)
+        if _is_aligned([0 if tensor is None else tensor.data_ptr() for tensor in tensors]):
+            self.compiled, self.device = compiled, first.device.index
 
 
-# Every length of a batch makes a key of its own, for a kernel that Triton may have compiled before.
-_MOST_KEPT = 4096
-_compiled: dict[tuple[Any, ...], Any] = {}
+def metadata(tensor: torch.Tensor | None) -> Any:
+    """What a Launch may depend on besides the pointer, to be part of the key it is kept under."""
+    if tensor is None:
+        return None
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device()
+
+
+def keep(plans: dict[Any, Any], key: Any, plan: Any) -> None:
+    """plans[key] = plan, in a dict that does not grow without end.
+
+    Batches of ever new lengths make ever new keys, for kernels that Triton has compiled before.
+    """
+    if len(plans) >= 4096:
+        plans.clear()
+    plans[key] = plan
 
 
 def _is_aligned(pointers: list[int]) -> bool:

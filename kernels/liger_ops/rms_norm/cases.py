@@ -48,7 +48,7 @@ def _next_power_of_two(n: int) -> int:
 _WIDEST = 32768
 _TABLE = {
     **{
-        block: Config(block, 2048 // block, 4, block, 2048 // block, 4, 4, False)
+        block: Config(block, 2048 // block, 4, block, 4096 // block, 4, 2, False)
         for block in (16, 32, 64, 128, 256, 512, 1024)
     },
     2048: Config(2048, 1, 4, 2048, 1, 4, 4, False),

@@ -22,7 +22,9 @@ def round_as_llama(n: jax.Array, dtype: Any, settings: Settings) -> jax.Array:
     return n.astype(dtype).astype(jnp.float32) if settings.casting_mode == "llama" else n
 
 
-def load_scale(weight_ref: Any, cols: jax.Array, mask: jax.Array, settings: Settings) -> jax.Array:
+def load_scale(
+    weight_ref: Any, cols: jax.Array, mask: jax.Array | None, settings: Settings
+) -> jax.Array:
     """weight + offset, or 1 without a weight, float32, of the shape of cols."""
     if weight_ref is None:
         return jnp.ones(cols.shape, jnp.float32)

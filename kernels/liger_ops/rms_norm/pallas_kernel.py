@@ -31,8 +31,10 @@ def _forward_kernel(
         pl.program_id(0) * config.forward_rows + jnp.arange(config.forward_rows, dtype=jnp.int32)
     )[:, None]
     cols = jnp.arange(config.forward_block_d, dtype=jnp.int32)[None, :]
-    mask = (rows < num_rows) & (cols < dim)
-    scale = load_scale(weight_ref, cols, cols < dim, settings)
+    # Tiles that fill the array need no mask, and are faster without.
+    fits = dim == config.forward_block_d and num_rows % config.forward_rows == 0
+    mask = None if fits else (rows < num_rows) & (cols < dim)
+    scale = load_scale(weight_ref, cols, None if fits else cols < dim, settings)
 
     h = load(x_ref, rows, cols, mask=mask)
     if residual_ref is not None:

@@ -8,7 +8,7 @@ cheaper to recompute than to store.
 # tl.range, and names that exist on one side of a constexpr:
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -134,12 +134,22 @@ def _sum_kernel(
 
 
 def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
-    """(..., D) as (M, D) with adjacent columns; a view wherever the strides allow one."""
-    if x is None:
-        return None
+    """Rows of adjacent columns at one distance: x itself if it is contiguous, else (M, D)."""
+    if x is None or x.is_contiguous():
+        return x
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _row_stride(rows: torch.Tensor | None) -> int:
+    if rows is None:
+        return 0
+    return rows.shape[-1] if rows.is_contiguous() else rows.stride(0)
+
+
+def _dense(weight: torch.Tensor | None) -> torch.Tensor | None:
+    return weight if weight is None or weight.is_contiguous() else weight.contiguous()
 
 
 def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -149,12 +159,60 @@ def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
-def _dense(weight: torch.Tensor | None) -> torch.Tensor | None:
-    return weight if weight is None or weight.stride(0) == 1 else weight.contiguous()
+class _ForwardPlan(NamedTuple):
+    y_dtype: torch.dtype
+    h_dtype: torch.dtype
+    launch: backend_triton.Launch
 
 
-def _row_stride(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.stride(0)
+class _BackwardPlan(NamedTuple):
+    partial_shape: tuple[int, int]
+    launch: backend_triton.Launch
+    launch_sum: backend_triton.Launch
+
+
+# By the arguments' metadata: the plans depend on nothing else.
+_FORWARD_PLANS: dict[Any, _ForwardPlan] = {}
+_BACKWARD_PLANS: dict[Any, _BackwardPlan] = {}
+
+
+def _plan_forward(x, residual, weight, eps, offset, casting_mode) -> _ForwardPlan:
+    h_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    y_dtype = h_dtype
+    if weight is not None and casting_mode != "gemma":
+        y_dtype = torch.promote_types(h_dtype, weight.dtype)
+    dim = x.shape[-1]
+    num_rows = x.numel() // dim
+    config = Config.for_shape(dim)
+    wide = dim > config.forward_block_d
+    launch = backend_triton.Launch(
+        forward_wide_kernel if wide else _forward_kernel,
+        num_rows if wide else -(-num_rows // config.forward_rows),
+        (num_rows, _row_stride(_rows(x)), _row_stride(_rows(residual)), eps, offset),
+        (dim, config.forward_rows, config.forward_block_d, casting_mode),
+        config.forward_warps,
+    )
+    return _ForwardPlan(y_dtype, h_dtype, launch)
+
+
+def _plan_backward(h, weight, dy, dh, eps, offset, casting_mode) -> _BackwardPlan:
+    dim = h.shape[-1]
+    num_rows = h.numel() // dim
+    config = Config.for_shape(dim)
+    blocks = -(-num_rows // config.backward_rows)
+    programs = min(blocks, config.backward_programs * backend_triton.multiprocessors(h.device))
+    launch = backend_triton.Launch(
+        backward_two_pass_kernel if config.backward_two_pass else _backward_kernel,
+        programs,
+        (num_rows, *(_row_stride(_rows(tensor)) for tensor in (h, dy, dh)), eps, offset),
+        (dim, config.backward_rows, config.backward_block_d, casting_mode),
+        config.backward_warps,
+    )
+    block_programs, block_d = triton.next_power_of_2(programs), 16
+    launch_sum = backend_triton.Launch(
+        _sum_kernel, -(-dim // block_d), (programs,), (dim, block_programs, block_d), 8
+    )
+    return _BackwardPlan((programs, dim), launch, launch_sum)
 
 
 def _forward(
@@ -165,28 +223,20 @@ def _forward(
     offset: float,
     casting_mode: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    h_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    y_dtype = h_dtype
-    if weight is not None and casting_mode != "gemma" and weight.dtype != h_dtype:
-        y_dtype = torch.promote_types(h_dtype, weight.dtype)
-    y = _empty(x, y_dtype)
-    h = None if residual is None else _empty(x, h_dtype)
-    if y.numel() == 0:
-        return y, h
-
-    x_rows, residual_rows = _rows(x), _rows(residual)
-    assert x_rows is not None
-    num_rows, dim = x_rows.shape
-    config = Config.for_shape(dim)
-    wide = dim > config.forward_block_d
-    backend_triton.launch(
-        forward_wide_kernel if wide else _forward_kernel,
-        num_rows if wide else -(-num_rows // config.forward_rows),
-        (x_rows, residual_rows, _dense(weight), y, h),
-        (num_rows, _row_stride(x_rows), _row_stride(residual_rows), eps, offset),
-        (dim, config.forward_rows, config.forward_block_d, casting_mode),
-        config.forward_warps,
-    )
+    settings = (eps, offset, casting_mode)
+    if torch.compiler.is_compiling():
+        plan = _plan_forward(x, residual, weight, *settings)
+    else:
+        of = backend_triton.metadata
+        key = (of(x), of(residual), of(weight), settings)
+        plan = _FORWARD_PLANS.get(key)
+        if plan is None:
+            plan = _plan_forward(x, residual, weight, *settings)
+            backend_triton.keep(_FORWARD_PLANS, key, plan)
+    y = _empty(x, plan.y_dtype)
+    h = None if residual is None else _empty(x, plan.h_dtype)
+    if plan.launch.programs:
+        plan.launch(_rows(x), _rows(residual), _dense(weight), y, h)
     return y, h
 
 
@@ -201,40 +251,27 @@ def _backward(
     need_dx: bool,
     need_dweight: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    settings = (eps, offset, casting_mode)
+    if torch.compiler.is_compiling():
+        plan = _plan_backward(h, weight, dy, dh, *settings)
+    else:
+        of = backend_triton.metadata
+        key = (of(h), of(weight), of(dy), of(dh), settings, need_dx, need_dweight)
+        plan = _BACKWARD_PLANS.get(key)
+        if plan is None:
+            plan = _plan_backward(h, weight, dy, dh, *settings)
+            backend_triton.keep(_BACKWARD_PLANS, key, plan)
     dx = _empty(h, h.dtype) if need_dx else None
-    if h.numel() == 0:
-        return dx, torch.zeros_like(weight) if weight is not None and need_dweight else None
-
-    h_rows, dy_rows, dh_rows = _rows(h), _rows(dy), _rows(dh)
-    assert h_rows is not None
-    num_rows, dim = h_rows.shape
-    config = Config.for_shape(dim)
-    blocks = -(-num_rows // config.backward_rows)
-    programs = min(blocks, config.backward_programs * backend_triton.multiprocessors(h.device))
-    partial = None
-    if weight is not None and need_dweight:
-        partial = torch.empty((programs, dim), dtype=torch.float32, device=h.device)
-    backend_triton.launch(
-        backward_two_pass_kernel if config.backward_two_pass else _backward_kernel,
-        programs,
-        (h_rows, _dense(weight), dy_rows, dh_rows, dx, partial),
-        (num_rows, *map(_row_stride, (h_rows, dy_rows, dh_rows)), eps, offset),
-        (dim, config.backward_rows, config.backward_block_d, casting_mode),
-        config.backward_warps,
-    )
-    if partial is None:
+    if weight is None or not need_dweight:
+        if plan.launch.programs:
+            plan.launch(_rows(h), _dense(weight), _rows(dy), _rows(dh), dx, None)
         return dx, None
-    assert weight is not None
-    dweight = torch.empty((dim,), dtype=weight.dtype, device=weight.device)
-    block_programs, block_d = triton.next_power_of_2(programs), 16
-    backend_triton.launch(
-        _sum_kernel,
-        -(-dim // block_d),
-        (partial, dweight),
-        (programs,),
-        (dim, block_programs, block_d),
-        8,
-    )
+    if not plan.launch.programs:
+        return dx, torch.zeros_like(weight)
+    partial = torch.empty(plan.partial_shape, dtype=torch.float32, device=h.device)
+    plan.launch(_rows(h), _dense(weight), _rows(dy), _rows(dh), dx, partial)
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    plan.launch_sum(partial, dweight)
     return dx, dweight
 
 
@@ -242,22 +279,26 @@ class _RMSNorm(torch.autograd.Function):
     """Outputs y, and h = x + residual beside it when there is a residual."""
 
     @staticmethod
-    def forward(ctx: Any, x, residual, weight, eps, offset, casting_mode):
-        y, h = _forward(x, residual, weight, eps, offset, casting_mode)
-        ctx.save_for_backward(x if h is None else h, weight)
-        ctx.settings = (eps, offset, casting_mode)
-        ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
+    def forward(ctx: Any, x, residual, weight, settings):
+        y, h = _forward(x, residual, weight, *settings)
+        ctx.settings = settings
+        if h is None:
+            ctx.dtypes = x.dtype, None
+            ctx.save_for_backward(x, weight)
+            return y
+        ctx.dtypes = x.dtype, residual.dtype
+        ctx.save_for_backward(h, weight)
         ctx.set_materialize_grads(False)
-        return y if h is None else (y, h)
+        return y, h
 
     @staticmethod
     def backward(ctx: Any, dy, dh=None):
         h, weight = ctx.saved_tensors
-        need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
+        need_x, need_residual, need_weight, _ = ctx.needs_input_grad
         if dy is None:  # only h was used, or nothing was
             dx, dweight = dh, None
         elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            dx, dweight = _differentiable_backward(ctx, h, weight, dy, dh)
+            dx, dweight = _differentiable_backward(ctx.settings, h, weight, dy, dh)
         else:
             eps, offset, casting_mode = ctx.settings
             dx, dweight = _backward(
@@ -269,15 +310,13 @@ class _RMSNorm(torch.autograd.Function):
             dx.to(residual_dtype) if need_residual and dx is not None else None,
             dweight if need_weight else None,
             None,
-            None,
-            None,
         )
 
 
-def _differentiable_backward(ctx: Any, h, weight, dy, dh):
+def _differentiable_backward(settings, h, weight, dy, dh):
     """The same gradients by the eager version, under create_graph=True, to differentiate again."""
     inputs = [h] if weight is None else [h, weight]
-    y = eager.rms_norm(h, weight, *ctx.settings)
+    y = eager.rms_norm(h, weight, *settings)
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
     dx, dweight = (
@@ -295,7 +334,7 @@ def _apply(x, residual, weight, eps, offset, casting_mode) -> Any:
         or (weight is not None and weight.requires_grad)
         or (residual is not None and residual.requires_grad)
     ):
-        return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode)
+        return _RMSNorm.apply(x, residual, weight, (eps, offset, casting_mode))
     # autograd.Function costs as much host time as the launch: spared where nothing is to be saved.
     y, h = _forward(x, residual, weight, eps, offset, casting_mode)
     return y if h is None else (y, h)
