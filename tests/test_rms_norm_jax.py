@@ -10,7 +10,7 @@ import pytest
 from jax.custom_derivatives import SymbolicZero
 
 import jax_liger
-from liger_ops import backend_pallas
+from liger_ops import backend_pallas, choosing
 from liger_ops.rms_norm import pallas_kernel
 
 norm = functools.partial(jax_liger.rms_norm, implementation="pallas")
@@ -182,12 +182,12 @@ def test_float64_runs_in_xla_and_not_by_name():
 
 def test_a_fallback_on_a_gpu_is_logged_once_with_its_reason(monkeypatch, caplog):
     monkeypatch.setattr(backend_pallas, "_platform", lambda: "gpu")
-    backend_pallas._log_once.cache_clear()
-    with jax.enable_x64(True), caplog.at_level(logging.WARNING, "jax_liger"):
+    choosing._log_once.cache_clear()
+    with jax.enable_x64(True), caplog.at_level(logging.WARNING, "liger_ops"):
         for _ in range(3):
             jax_liger.rms_norm(jnp.ones((3, 8), jnp.float64))
     assert [record.message for record in caplog.records] == [
-        "rms_norm: using the XLA version on a GPU: the kernel takes float32, bfloat16 and float16, "
+        "rms_norm: using the xla version on a GPU: the kernel takes float32, bfloat16 and float16, "
         "not float64"
     ]
 

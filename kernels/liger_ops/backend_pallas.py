@@ -8,8 +8,6 @@ On a CPU the kernels run only in Pallas's interpret mode, chosen by PALLAS_INTER
 environment.
 """
 
-import functools
-import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,12 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from liger_ops import choosing
+
 OLDEST_JAX, FIRST_UNSUPPORTED_JAX = (0, 10, 2), (0, 13)
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
 
 KERNEL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-logger = logging.getLogger("jax_liger")
 
 # Raised when a kernel is compiled, in the user's own call, so it cannot be caught around ours.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
@@ -40,26 +38,9 @@ except ImportError as error:  # the backend is announced to go
 
 
 def choose(implementation: str | None, op: str, *arrays: jax.Array | None) -> str:
-    """The implementation to run, "pallas" or "xla", for `arrays` as the caller asked.
-
-    None takes the kernel on a supported GPU and the XLA version elsewhere; on a GPU the reason for
-    not taking the kernel is logged once. Asking by name for what cannot run raises a RuntimeError
-    with the reason.
-    """
-    if implementation == "xla":
-        return "xla"
-    if implementation is not None and implementation != "pallas":
-        raise ValueError(
-            f"implementation must be one of None, 'pallas', 'xla'; got {implementation!r}"
-        )
-    reason = _why_not(arrays)
-    if reason is None:
-        return "pallas"
-    if implementation == "pallas":
-        raise RuntimeError(f"{op}: implementation='pallas' cannot run here: {reason}")
-    if _platform() == "gpu":
-        _log_once(f"{op}: using the XLA version on a GPU: {reason}")
-    return "xla"
+    """The implementation to run, "pallas" or "xla", for arrays as the caller asked."""
+    why_not, on_gpu = _why_not(arrays), _platform() == "gpu"
+    return choosing.choose(op, implementation, "pallas", "xla", why_not, on_gpu)
 
 
 def _why_not(arrays: Sequence[jax.Array | None]) -> str | None:
@@ -82,11 +63,6 @@ def _platform() -> str:
         return jax.default_backend()
     platform = device if isinstance(device, str) else device.platform
     return "gpu" if platform in ("cuda", "rocm") else platform
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    logger.warning(message)
 
 
 def interpret() -> bool:

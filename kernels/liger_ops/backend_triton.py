@@ -5,14 +5,14 @@ the environment before triton is imported.
 """
 
 import contextlib
-import functools
-import logging
 import os
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
+
+from liger_ops import choosing
 
 triton: Any = None  # where no wheel exists for the platform, the eager versions still work
 with contextlib.suppress(ImportError):
@@ -21,8 +21,6 @@ with contextlib.suppress(ImportError):
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST_TRITON = (3, 4)
-
-logger = logging.getLogger("torch_liger")
 
 
 def _round_in_the_interpreter() -> None:
@@ -43,41 +41,22 @@ if INTERPRET and triton is not None:
     _round_in_the_interpreter()
 
 
-def choose(implementation: str | None, op: str, *tensors: torch.Tensor | None) -> str:
-    """The implementation to run, "triton" or "eager", for `tensors` as the caller asked.
-
-    None takes the kernel on a supported GPU and the eager version elsewhere; on a GPU the reason
-    for not taking the kernel is logged once. Asking by name for what cannot run raises a
-    RuntimeError with the reason.
-    """
-    if implementation == "eager":
-        return "eager"
-    if implementation is not None and implementation != "triton":
-        raise ValueError(
-            f"implementation must be one of None, 'triton', 'eager'; got {implementation!r}"
-        )
-    reason = _why_not(tensors)
-    if reason is None:
-        return "triton"
-    if implementation == "triton":
-        raise RuntimeError(f"{op}: implementation='triton' cannot run here: {reason}")
-    if tensors[0] is not None and tensors[0].is_cuda:
-        _log_once(f"{op}: using the eager version on a GPU: {reason}")
-    return "eager"
+def choose(implementation: str | None, op: str, x: torch.Tensor, *others: Any) -> str:
+    """The implementation to run, "triton" or "eager", for tensors as the caller asked."""
+    why_not = _why_not(x, *others)
+    return choosing.choose(op, implementation, "triton", "eager", why_not, x.is_cuda)
 
 
-def _why_not(tensors: tuple[torch.Tensor | None, ...]) -> str | None:
+def _why_not(x: torch.Tensor, *others: torch.Tensor | None) -> str | None:
     if triton is None:
         return "triton is not installed"
     if _TRITON_VERSION < OLDEST_TRITON:
         return f"triton {triton.__version__} is older than {'.'.join(map(str, OLDEST_TRITON))}"
-    first = tensors[0]
-    assert first is not None
-    if not first.is_cuda and not INTERPRET:
-        return f"the input is on {first.device}, and TRITON_INTERPRET=1 was not set"
-    if first.is_cuda and not _supported_gpu(first.device.index):
+    if not x.is_cuda and not INTERPRET:
+        return f"the input is on {x.device}, and TRITON_INTERPRET=1 was not set"
+    if x.is_cuda and not _supported_gpu(x.device.index):
         return "the GPU's compute capability is below 8.0"
-    for tensor in tensors:
+    for tensor in (x, *others):
         if tensor is not None and tensor.dtype not in KERNEL_DTYPES:
             return f"the kernel takes float32, bfloat16 and float16, not {tensor.dtype}"
     return None
@@ -97,11 +76,6 @@ def _supported_gpu(index: int) -> bool:
 
 
 _SUPPORTED: dict[int, bool] = {}
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    logger.warning(message)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -140,7 +114,10 @@ class Launch:
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         compiled = self.compiled
-        if compiled is not None and self.device == torch.cuda.current_device():
+        if compiled is not None:
+            if self.device != torch.cuda.current_device():
+                with torch.cuda.device(self.device):
+                    return self(*tensors)
             pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
             if _is_aligned(pointers) and not _is_hooked():
                 compiled.run(
