@@ -307,6 +307,30 @@ def test_float64_runs_in_eager_and_not_by_name():
         norm(x)
 
 
+def test_torch_func_transforms_run_the_eager_version():
+    x, weight = randn(3, 4, 8), randn(8, seed=1)
+
+    def loss(x, weight):
+        return torch_liger.rms_norm(x, weight).sin().sum()
+
+    gradients = torch.func.grad(loss, (0, 1))(x, weight)
+    x2, weight2 = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    plain(x2, weight2).sin().sum().backward()
+    assert_close(gradients, (x2.grad, weight2.grad))
+    batched = torch.func.vmap(torch_liger.rms_norm, (0, None))(x, weight)
+    assert_close([batched], [plain(x, weight)])
+
+
+def test_tensor_subclasses_run_the_eager_version():
+    class Labelled(torch.Tensor):
+        pass
+
+    x = randn(3, 8).as_subclass(Labelled)
+    assert type(torch_liger.rms_norm(x)) is Labelled
+    with pytest.raises(RuntimeError, match="Labelled is a subclass of Tensor"):
+        norm(x)
+
+
 def test_no_triton_is_said_by_name_and_passed_over_by_default(monkeypatch):
     monkeypatch.setattr(backend_triton, "triton", None)
     x = randn(3, 8)

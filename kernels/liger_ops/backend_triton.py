@@ -59,6 +59,14 @@ def _why_not(x: torch.Tensor, *others: torch.Tensor | None) -> str | None:
     for tensor in (x, *others):
         if tensor is not None and tensor.dtype not in KERNEL_DTYPES:
             return f"the kernel takes float32, bfloat16 and float16, not {tensor.dtype}"
+    if torch.compiler.is_compiling():  # what follows is handled by the compiler
+        return None
+    if torch._C._are_functorch_transforms_active():
+        return "a torch.func transform is active"
+    for tensor in (x, *others):
+        # A DTensor, say: its own memory is not what a kernel has to read.
+        if tensor is not None and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return f"{type(tensor).__name__} is a subclass of Tensor"
     return None
 
 
