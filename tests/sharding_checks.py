@@ -114,7 +114,27 @@ def vmap_under_jit():
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
 
 
+def swiglu_with_split_features():
+    """As tensor parallelism leaves gate and up: no gather of F; and halves of one tensor."""
+    gate, up = X, jnp.flip(X)
+
+    def total(implementation, *arrays):
+        return jnp.sum(jnp.sin(jax_liger.swiglu(*arrays, implementation=implementation)))
+
+    for arrays, spec in (((gate, up), SPECS[2]), ((gate, up), SPECS[0]), ((gate,), SPECS[0])):
+        gradient = jax.grad(functools.partial(total, "pallas"), tuple(range(len(arrays))))
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            sharding = NamedSharding(mesh(kind), spec)
+            placed = [jax.device_put(a, sharding) for a in arrays]
+            text = jax.jit(gradient).lower(*placed).compile().as_text()
+            assert "all-gather" not in text
+            expected = jax.grad(functools.partial(total, "xla"), tuple(range(len(arrays))))(*arrays)
+            for a, e in zip(jax.jit(gradient)(*placed), expected, strict=True):
+                np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=1e-5, atol=1e-5)
+
+
 CHECKS = {
+    "swiglu_with_split_features": swiglu_with_split_features,
     "jit_with_sharded_rows": jit_with_sharded_rows,
     "jit_with_sharded_time_or_columns": jit_with_sharded_time_or_columns,
     "jit_on_one_of_many_devices": jit_on_one_of_many_devices,

@@ -12,6 +12,17 @@ import numpy as np
 import jax_liger
 
 
+def test_gated_activations_forward_and_backward():
+    gate, up = (jax.random.normal(jax.random.key(seed), (5, 70)) for seed in range(2))
+
+    def loss(implementation, gate, up):
+        gated = jax_liger.swiglu(gate, up, implementation=implementation)
+        fused = jax_liger.geglu(gate, implementation=implementation)
+        return jnp.sum(jnp.sin(gated)) + jnp.sum(jnp.cos(fused))
+
+    assert_kernel_equals_plain(loss, gate, up)
+
+
 def test_rms_norm_forward_and_backward():
     x = jax.random.normal(jax.random.key(0), (5, 70), jnp.float32)
     residual = jax.random.normal(jax.random.key(1), (5, 70), jnp.float32)
@@ -22,8 +33,13 @@ def test_rms_norm_forward_and_backward():
         alone = jax_liger.rms_norm(x, weight, implementation=implementation)
         return jnp.sum(jnp.sin(normed) + jnp.cos(h) + jnp.sin(alone))
 
+    assert_kernel_equals_plain(loss, x, residual, weight)
+
+
+def assert_kernel_equals_plain(loss, *inputs):
+    argnums = tuple(range(len(inputs)))
     kernel, plain = (
-        jax.jit(jax.value_and_grad(functools.partial(loss, name), (0, 1, 2)))(x, residual, weight)
+        jax.jit(jax.value_and_grad(functools.partial(loss, name), argnums))(*inputs)
         for name in ("pallas", "xla")
     )
     for a, e in zip(jax.tree.leaves(kernel), jax.tree.leaves(plain), strict=True):

@@ -48,6 +48,26 @@ def test_fused_add_rms_norm_and_vmap(dim):
     assert backend_pallas.is_triton_call(text)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rows, dim", [(1, 1), (7, 15), (33, 80), (8, 2048), (5, 14336)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_swiglu_and_geglu(rows, dim, dtype, fused):
+    args = (
+        shapes((rows, 2 * dim), dtype=dtype) if fused else shapes(*[(rows, dim)] * 2, dtype=dtype)
+    )
+    ops = [
+        jax_liger.swiglu,
+        jax_liger.geglu,
+        functools.partial(jax_liger.geglu, approximate="none"),
+    ]
+    for op in ops:
+        gated = functools.partial(op, implementation="pallas")
+        assert backend_pallas.is_triton_call(backend_pallas.lower_to_cuda(gated, *args))
+        argnums = tuple(range(len(args)))
+        backward = jax.grad(lambda *a: jnp.sum(gated(*a)).astype(jnp.float32), argnums)  # noqa: B023
+        assert backend_pallas.is_triton_call(backend_pallas.lower_to_cuda(backward, *args))
+
+
 def test_under_a_checked_shard_map_the_weight_gradient_is_summed_once():
     norm = functools.partial(jax_liger.rms_norm, implementation="pallas")
     device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")

@@ -13,15 +13,18 @@ from triton.compiler import ASTSource, compile
 
 from liger_ops.rms_norm import triton_kernel, triton_wide
 from liger_ops.rms_norm.cases import Config
+from liger_ops.swiglu import triton_kernel as swiglu_kernel
+from liger_ops.swiglu.cases import Config as SwigluConfig
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
+TYPE_NAMES = {"i32", "fp32", "*fp32", "*bf16", "*fp16"}
 TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], num_warps: int) -> None:
     """`arguments`: a type for what is given at run time, anything else is a constant."""
     names = kernel.arg_names
-    is_type = lambda value: isinstance(value, str) and value[:1] in "*if" and value != "inf"  # noqa: E731
+    is_type = lambda value: isinstance(value, str) and value in TYPE_NAMES  # noqa: E731
     source = ASTSource(
         fn=kernel,
         signature={n: arguments[n] if is_type(arguments[n]) else "constexpr" for n in names},
@@ -60,7 +63,22 @@ def rms_norm(dim: int, dtype: str, weight: bool, residual: bool) -> None:
     compile_kernel(kernel, backward, config.backward_warps)
 
 
+def swiglu(dim: int, dtype: str, activation: str) -> None:
+    config, pointer = SwigluConfig.for_shape(dim), TYPES[dtype]
+    names = ("gate_ptr", "up_ptr", "y_ptr", "dy_ptr", "dgate_ptr", "dup_ptr")
+    strides = ("num_rows", "gate_stride", "up_stride", "dy_stride", "gradient_stride")
+    arguments = {
+        **dict.fromkeys(names, pointer), **dict.fromkeys(strides, "i32"), "F": dim,
+        "BLOCK_ROWS": config.block_rows, "BLOCK_F": config.block_f, "ACTIVATION": activation,
+    }  # fmt: skip
+    compile_kernel(swiglu_kernel._forward_kernel, arguments, config.num_warps)
+    compile_kernel(swiglu_kernel._backward_kernel, arguments, config.num_warps)
+
+
 if __name__ == "__main__":
+    for dim, dtype in itertools.product((80, 14336), TYPES):
+        for activation in ("silu", "gelu_tanh", "gelu"):
+            swiglu(dim, dtype, activation)
     for dim, dtype in itertools.product((80, 768, 4096, 16384, 20000), TYPES):
         rms_norm(dim, dtype, weight=True, residual=dtype == "bfloat16")
     rms_norm(768, "bfloat16", weight=False, residual=False)

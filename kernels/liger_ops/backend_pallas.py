@@ -175,8 +175,9 @@ def split_rows(local: Callable[..., Any], x: jax.Array, *others: jax.Array | Non
     """local(x, *others), on every device's own rows where the leading dimensions are sharded.
 
     `local` works on rows: inputs and outputs with as many dimensions as x (..., D) have x's leading
-    dimensions; all others are shared by all rows, and as outputs are sums over rows. Without this,
-    XLA would gather x onto every device before a kernel it cannot look into.
+    dimensions, and a last one of any size that is not split; all others are shared by all rows, and
+    as outputs are sums over rows. Without this, XLA would gather x onto every device before a
+    kernel it cannot look into.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if x.ndim == 1 or mesh.manual_axes or mesh.size == 1 or jax.device_count() == 1:
@@ -223,13 +224,16 @@ def split_rows(local: Callable[..., Any], x: jax.Array, *others: jax.Array | Non
         named = lambda arrays: tuple(NamedSharding(mesh, s) for s in specs(leading, arrays))  # noqa: E731
         return mesh, summed(leading), named(out_shapes), named(inputs)
 
-    factors = " ".join(f"row{i}" for i in range(x.ndim - 1)) + " d"
+    leading_factors = "".join(f"row{i} " for i in range(x.ndim - 1))
     rule = " -> ".join(
-        ", ".join(factors if is_rows(a) else "d" for a in side) for side in (inputs, out_shapes)
+        ", ".join(f"{leading_factors if is_rows(a) else ''}d{a.shape[-1]}" for a in side)
+        for side in (inputs, out_shapes)
     )
+    # Each once, in the order in which the rule names them first.
+    last_factors = tuple(dict.fromkeys(f"d{a.shape[-1]}" for a in (*inputs, *out_shapes)))
     partitioned = custom_partitioning(flat_local)
     partitioned.def_partition(
-        partition=partition, sharding_rule=rule, need_replication_factors=("d",)
+        partition=partition, sharding_rule=rule, need_replication_factors=last_factors
     )
     call = jax.custom_batching.custom_vmap(partitioned)
 

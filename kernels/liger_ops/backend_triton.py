@@ -6,6 +6,7 @@ the environment before triton is imported.
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -164,14 +165,43 @@ def metadata(tensor: torch.Tensor | None) -> Any:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device()
 
 
-def keep(plans: dict[Any, Any], key: Any, plan: Any) -> None:
-    """plans[key] = plan, in a dict that does not grow without end.
+def kept(plans: dict[Any, Any], key_of: Callable[[], Any], make: Callable[[], Any]) -> Any:
+    """plans[key_of()], made if it is not there, in a dict that does not grow without end.
 
     Batches of ever new lengths make ever new keys, for kernels that Triton has compiled before.
     """
-    if len(plans) >= 4096:
-        plans.clear()
-    plans[key] = plan
+    if torch.compiler.is_compiling():  # the plan becomes part of a graph, and sizes are symbols
+        return make()
+    key = key_of()
+    plan = plans.get(key)
+    if plan is None:
+        if len(plans) >= 4096:
+            plans.clear()
+        plan = plans[key] = make()
+    return plan
+
+
+def rows(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Rows of adjacent columns at one distance: x itself if it is contiguous, else (M, D)."""
+    if x is None or x.is_contiguous():
+        return x
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def row_stride(x: torch.Tensor | None) -> int:
+    """The distance between the rows of what `rows` returned."""
+    if x is None:
+        return 0
+    return x.shape[-1] if x.is_contiguous() else x.stride(0)
+
+
+def empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Contiguous, of the shape of `like`."""
+    if dtype == like.dtype and like.is_contiguous():
+        return torch.empty_like(like)  # less than half the host time of the next line
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
 def _is_aligned(pointers: list[int]) -> bool:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from liger_ops import backend_triton
+from liger_ops.backend_triton import empty, row_stride, rows
 from liger_ops.rms_norm import eager
 from liger_ops.rms_norm.cases import Config
 from liger_ops.rms_norm.triton_helpers import load_scale, round_as_llama
@@ -133,30 +134,8 @@ def _sum_kernel(
     tl.store(sum_ptr + cols, total, mask=cols < D)
 
 
-def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Rows of adjacent columns at one distance: x itself if it is contiguous, else (M, D)."""
-    if x is None or x.is_contiguous():
-        return x
-    if x.dim() != 2:
-        x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _row_stride(rows: torch.Tensor | None) -> int:
-    if rows is None:
-        return 0
-    return rows.shape[-1] if rows.is_contiguous() else rows.stride(0)
-
-
 def _dense(weight: torch.Tensor | None) -> torch.Tensor | None:
     return weight if weight is None or weight.is_contiguous() else weight.contiguous()
-
-
-def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Contiguous, of the shape of `like`."""
-    if dtype == like.dtype and like.is_contiguous():
-        return torch.empty_like(like)  # less than half the host time of the next line
-    return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
 class _ForwardPlan(NamedTuple):
@@ -188,7 +167,7 @@ def _plan_forward(x, residual, weight, eps, offset, casting_mode) -> _ForwardPla
     launch = backend_triton.Launch(
         forward_wide_kernel if wide else _forward_kernel,
         num_rows if wide else -(-num_rows // config.forward_rows),
-        (num_rows, _row_stride(_rows(x)), _row_stride(_rows(residual)), eps, offset),
+        (num_rows, row_stride(rows(x)), row_stride(rows(residual)), eps, offset),
         (dim, config.forward_rows, config.forward_block_d, casting_mode),
         config.forward_warps,
     )
@@ -204,7 +183,7 @@ def _plan_backward(h, weight, dy, dh, eps, offset, casting_mode) -> _BackwardPla
     launch = backend_triton.Launch(
         backward_two_pass_kernel if config.backward_two_pass else _backward_kernel,
         programs,
-        (num_rows, *(_row_stride(_rows(tensor)) for tensor in (h, dy, dh)), eps, offset),
+        (num_rows, *(row_stride(rows(tensor)) for tensor in (h, dy, dh)), eps, offset),
         (dim, config.backward_rows, config.backward_block_d, casting_mode),
         config.backward_warps,
     )
@@ -224,19 +203,16 @@ def _forward(
     casting_mode: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     settings = (eps, offset, casting_mode)
-    if torch.compiler.is_compiling():
-        plan = _plan_forward(x, residual, weight, *settings)
-    else:
-        of = backend_triton.metadata
-        key = (of(x), of(residual), of(weight), settings)
-        plan = _FORWARD_PLANS.get(key)
-        if plan is None:
-            plan = _plan_forward(x, residual, weight, *settings)
-            backend_triton.keep(_FORWARD_PLANS, key, plan)
-    y = _empty(x, plan.y_dtype)
-    h = None if residual is None else _empty(x, plan.h_dtype)
+    of = backend_triton.metadata
+    plan = backend_triton.kept(
+        _FORWARD_PLANS,
+        lambda: (of(x), of(residual), of(weight), settings),
+        lambda: _plan_forward(x, residual, weight, *settings),
+    )
+    y = empty(x, plan.y_dtype)
+    h = None if residual is None else empty(x, plan.h_dtype)
     if plan.launch.programs:
-        plan.launch(_rows(x), _rows(residual), _dense(weight), y, h)
+        plan.launch(rows(x), rows(residual), _dense(weight), y, h)
     return y, h
 
 
@@ -252,24 +228,21 @@ def _backward(
     need_dweight: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     settings = (eps, offset, casting_mode)
-    if torch.compiler.is_compiling():
-        plan = _plan_backward(h, weight, dy, dh, *settings)
-    else:
-        of = backend_triton.metadata
-        key = (of(h), of(weight), of(dy), of(dh), settings, need_dx, need_dweight)
-        plan = _BACKWARD_PLANS.get(key)
-        if plan is None:
-            plan = _plan_backward(h, weight, dy, dh, *settings)
-            backend_triton.keep(_BACKWARD_PLANS, key, plan)
-    dx = _empty(h, h.dtype) if need_dx else None
+    of = backend_triton.metadata
+    plan = backend_triton.kept(
+        _BACKWARD_PLANS,
+        lambda: (of(h), of(weight), of(dy), of(dh), settings, need_dx, need_dweight),
+        lambda: _plan_backward(h, weight, dy, dh, *settings),
+    )
+    dx = empty(h, h.dtype) if need_dx else None
     if weight is None or not need_dweight:
         if plan.launch.programs:
-            plan.launch(_rows(h), _dense(weight), _rows(dy), _rows(dh), dx, None)
+            plan.launch(rows(h), _dense(weight), rows(dy), rows(dh), dx, None)
         return dx, None
     if not plan.launch.programs:
         return dx, torch.zeros_like(weight)
     partial = torch.empty(plan.partial_shape, dtype=torch.float32, device=h.device)
-    plan.launch(_rows(h), _dense(weight), _rows(dy), _rows(dh), dx, partial)
+    plan.launch(rows(h), _dense(weight), rows(dy), rows(dh), dx, partial)
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     plan.launch_sum(partial, dweight)
     return dx, dweight

@@ -1,0 +1,1 @@
+"""Gated activations, SwiGLU and GeGLU: an activation of one half times the other."""
