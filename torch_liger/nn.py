@@ -1,5 +1,8 @@
 """PyTorch modules. Parameter names are those of the modules they stand in for."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from torch_liger import functions
@@ -65,3 +68,64 @@ class LigerRMSNorm(torch.nn.Module):
             f"({self.hidden_size},), eps={self.variance_epsilon}, offset={self.offset}, "
             f"casting_mode={self.casting_mode!r}"
         )
+
+
+class _GatedMLP(torch.nn.Module):
+    """down_proj(act(gate_proj(x)) * up_proj(x)), with Hugging Face's parameter names."""
+
+    function: Callable[..., torch.Tensor]
+    activations: dict[str, dict[str, Any]]  # hidden_act: the arguments of the function
+
+    def __init__(self, config: Any, *, implementation: str | None = None):
+        super().__init__()
+        # Gemma 2 and 3 call it hidden_activation.
+        hidden_act = getattr(config, "hidden_activation", None) or config.hidden_act
+        if hidden_act not in self.activations:
+            raise ValueError(
+                f"hidden_act must be one of {', '.join(map(repr, self.activations))} for "
+                f"{type(self).__name__}; got {hidden_act!r}"
+            )
+        self.config = config
+        self.hidden_size = config.hidden_size
+        self.intermediate_size = config.intermediate_size
+        self.hidden_act = hidden_act
+        self.implementation = implementation
+        bias = getattr(config, "mlp_bias", False)
+        self.gate_proj = torch.nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = torch.nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (..., hidden_size) to (..., hidden_size)."""
+        settings = {**self.activations[self.hidden_act], "implementation": self.implementation}
+        return self.down_proj(self.function(self.gate_proj(x), self.up_proj(x), **settings))
+
+
+class LigerSwiGLUMLP(_GatedMLP):
+    """The feed-forward layer of LLaMA, Mistral and Qwen, its activation by the fused kernel.
+
+    Args:
+        config: a Hugging Face config: hidden_size, intermediate_size, hidden_act ("silu" or
+            "swish"), and mlp_bias where the family has it. Another activation is refused.
+        implementation: that of `torch_liger.swiglu`.
+    """
+
+    function = staticmethod(functions.swiglu)
+    activations = {"silu": {}, "swish": {}}  # noqa: RUF012
+
+
+class LigerGEGLUMLP(_GatedMLP):
+    """The feed-forward layer of Gemma, its activation by the fused kernel.
+
+    Args:
+        config: a Hugging Face config: hidden_size, intermediate_size, and hidden_act or
+            hidden_activation ("gelu_pytorch_tanh", or "gelu" for the exact one). Another
+            activation is refused.
+        implementation: that of `torch_liger.geglu`.
+    """
+
+    function = staticmethod(functions.geglu)
+    activations = {  # noqa: RUF012
+        "gelu_pytorch_tanh": {"approximate": "tanh"},
+        "gelu": {"approximate": "none"},
+    }
