@@ -1,20 +1,21 @@
-"""The PyTorch feed-forward modules against Hugging Face's own."""
+"""The PyTorch modules against Hugging Face's own."""
 
 import pytest
 import torch
+import transformers.models.gemma.modeling_gemma as gemma
+import transformers.models.llama.modeling_llama as llama
 from transformers import Gemma2Config, GemmaConfig, LlamaConfig
-from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
-from transformers.models.llama.modeling_llama import LlamaMLP
 
-from torch_liger.nn import LigerGEGLUMLP, LigerSwiGLUMLP
+from test_rms_norm_torch import randn
+from torch_liger.nn import LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"hidden_size": 32, "intermediate_size": 80}
 FAMILIES = {
-    "llama": (LlamaMLP, LigerSwiGLUMLP, LlamaConfig(**SIZES)),
-    "llama-with-biases": (LlamaMLP, LigerSwiGLUMLP, LlamaConfig(**SIZES, mlp_bias=True)),
-    "gemma": (GemmaMLP, LigerGEGLUMLP, GemmaConfig(**SIZES)),
+    "llama": (llama.LlamaMLP, LigerSwiGLUMLP, LlamaConfig(**SIZES)),
+    "llama-with-biases": (llama.LlamaMLP, LigerSwiGLUMLP, LlamaConfig(**SIZES, mlp_bias=True)),
+    "gemma": (gemma.GemmaMLP, LigerGEGLUMLP, GemmaConfig(**SIZES)),
     "gemma2": (Gemma2MLP, LigerGEGLUMLP, Gemma2Config(**SIZES)),
     "gelu": (Gemma2MLP, LigerGEGLUMLP, Gemma2Config(**SIZES, hidden_activation="gelu")),
 }
@@ -55,3 +56,38 @@ def test_another_activation_is_refused(module, config, message):
     with pytest.raises(ValueError) as caught:
         module(config)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_rounds_where_hugging_face_does(family, weight_dtype):
+    dim = 256
+    if family == "llama":
+        theirs = llama.LlamaRMSNorm(dim)
+        ours = LigerRMSNorm(dim, implementation="triton")
+    else:
+        theirs = gemma.GemmaRMSNorm(dim)
+        ours = LigerRMSNorm(
+            dim, offset=1.0, casting_mode="gemma", init_fn="zeros", implementation="triton"
+        )
+    theirs.weight.data = (0.3 * torch.randn(dim) + (family == "llama")).to(weight_dtype)
+    ours.load_state_dict(theirs.state_dict())
+    ours = ours.to(DEVICE, weight_dtype)
+    x = randn(64, dim, dtype=torch.bfloat16)
+    with torch.no_grad():
+        y, expected = ours(x), theirs(x.cpu()).to(DEVICE)
+    assert y.dtype == expected.dtype
+    # A wrong order of rounding changes about a quarter of them.
+    assert (y != expected).float().mean() < 1e-3 or torch.allclose(y, expected, rtol=1e-6)
+
+
+def test_module_is_a_stand_in():
+    norm = LigerRMSNorm(64, eps=1e-5)
+    assert list(norm.state_dict()) == ["weight"]
+    assert repr(norm) == "LigerRMSNorm((64,), eps=1e-05, offset=0.0, casting_mode='llama')"
+    assert norm.variance_epsilon == 1e-5
+    assert LigerRMSNorm(64, elementwise_affine=False).weight is None
+    assert not LigerRMSNorm(64, init_fn="zeros").weight.any()
+    LigerRMSNorm(64, 1e-6, 1.0, "gemma", "zeros", False, None)  # as Liger-Kernel's is called
+    with pytest.raises(ValueError, match="init_fn must be one of 'ones', 'zeros'; got 'one'"):
+        LigerRMSNorm(64, init_fn="one")

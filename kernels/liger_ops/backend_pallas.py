@@ -84,7 +84,6 @@ def pallas_call(
     *args: Any,
     programs: int,
     num_warps: int,
-    num_stages: int = 1,
     interpret: bool,
 ) -> Any:
     """Runs `kernel` on a one-dimensional grid; its refs are the whole arrays.
@@ -102,7 +101,7 @@ def pallas_call(
         kernel,
         out_shape=out_shape,
         grid=(programs,),
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
     )(*args)
 
@@ -125,6 +124,17 @@ def for_range(start: Any, stop: Any, body: Any, carry: Any) -> Any:
     if isinstance(stop, int) and stop - start == 1:
         return body(start, carry)
     return jax.lax.fori_loop(jnp.int32(start), jnp.int32(stop), body, carry)
+
+
+def as_structure(*flags: bool) -> tuple[Any, ...]:
+    """Booleans as the structure of a pytree, () or None each, to be residuals of a custom_vjp:
+    those are arrays, and only their structure is still known when the backward is traced.
+    """
+    return tuple(() if flag else None for flag in flags)
+
+
+def from_structure(structure: tuple[Any, ...]) -> tuple[bool, ...]:
+    return tuple(part is not None for part in structure)
 
 
 def lower_to_cuda(fn: Callable[..., Any], *shapes: Any) -> str:

@@ -204,6 +204,22 @@ def empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
+def creates_graph() -> bool:
+    """Whether the backward that is running is to be differentiated again (create_graph=True)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def differentiable_gradients(
+    y: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], dy: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """dy's gradients for those of `inputs` that ask for one, by the operations that made y."""
+    wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+    return [
+        next(found) if tensor is not None and tensor.requires_grad else None for tensor in inputs
+    ]
+
+
 def _is_aligned(pointers: list[int]) -> bool:
     """Whether all are multiples of 16, as a kernel was compiled for; an absent tensor's 0 is."""
     bits = 0

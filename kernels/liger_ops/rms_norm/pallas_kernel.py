@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 
 from liger_ops import backend_pallas
-from liger_ops.backend_pallas import for_range, load, store
+from liger_ops.backend_pallas import as_structure, for_range, from_structure, load, store
 from liger_ops.rms_norm import xla
 from liger_ops.rms_norm.cases import Config
 from liger_ops.rms_norm.pallas_helpers import Settings, load_scale, round_as_llama
@@ -218,8 +218,7 @@ def _rms_norm_fwd(settings, x, residual, weight):
     primals = jax.tree.map(lambda p: p.value, (x, residual, weight), is_leaf=_is_primal)
     # Not _forward: this may be differentiated once more.
     y, h = _rms_norm(settings, *primals)  # type: ignore[misc]
-    # What asks for a gradient is static; as the structure of the residuals it stays so: () or None.
-    need = tuple(() if p is not None and p.perturbed else None for p in (x, residual, weight))
+    need = as_structure(*(p is not None and p.perturbed for p in (x, residual, weight)))
     # Residuals are arrays: the gradients' dtypes are kept as those of empty ones.
     dtypes = tuple(None if p is None else jnp.zeros((0,), p.dtype) for p in primals)
     return (y, h), (need, dtypes, primals[0] if h is None else h, primals[2])
@@ -230,16 +229,17 @@ def _is_primal(leaf: Any) -> bool:
 
 
 def _rms_norm_bwd(settings, saved, cotangents):
-    (need_x, need_residual, need_weight), dtypes, h, weight = saved
+    need, dtypes, h, weight = saved
+    need_x, need_residual, need_weight = from_structure(need)
     dy, dh = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
-    need = (need_x is not None or need_residual is not None, need_weight is not None)
     if dy is None:  # only h was used
         dx, dweight = dh, None
     else:
-        dx, dweight = _backward(settings, need, h, weight, dy, dh)
+        need_dx = need_x or need_residual
+        dx, dweight = _backward(settings, (need_dx, need_weight), h, weight, dy, dh)
 
     def gradient(needed, value, like):
-        return None if needed is None or value is None else value.astype(like.dtype)
+        return value.astype(like.dtype) if needed and value is not None else None
 
     return (
         gradient(need_x, dx, dtypes[0]),

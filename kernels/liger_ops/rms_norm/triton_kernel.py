@@ -270,8 +270,11 @@ class _RMSNorm(torch.autograd.Function):
         need_x, need_residual, need_weight, _ = ctx.needs_input_grad
         if dy is None:  # only h was used, or nothing was
             dx, dweight = dh, None
-        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            dx, dweight = _differentiable_backward(ctx.settings, h, weight, dy, dh)
+        elif backend_triton.creates_graph():
+            y = eager.rms_norm(h, weight, *ctx.settings)
+            dx, dweight = backend_triton.differentiable_gradients(y, (h, weight), dy)
+            if dx is not None and dh is not None:
+                dx = dx + dh
         else:
             eps, offset, casting_mode = ctx.settings
             dx, dweight = _backward(
@@ -284,21 +287,6 @@ class _RMSNorm(torch.autograd.Function):
             dweight if need_weight else None,
             None,
         )
-
-
-def _differentiable_backward(settings, h, weight, dy, dh):
-    """The same gradients by the eager version, under create_graph=True, to differentiate again."""
-    inputs = [h] if weight is None else [h, weight]
-    y = eager.rms_norm(h, weight, *settings)
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-    dx, dweight = (
-        next(found) if tensor is not None and tensor.requires_grad else None
-        for tensor in (h, weight)
-    )
-    if dx is not None and dh is not None:
-        dx = dx + dh
-    return dx, dweight
 
 
 def _apply(x, residual, weight, eps, offset, casting_mode) -> Any:

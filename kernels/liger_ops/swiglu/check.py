@@ -1,17 +1,14 @@
 """What swiglu and geglu accept, said once for both frameworks."""
 
-from liger_ops.rms_norm.check import FLOAT_DTYPES, Described
+from liger_ops.checking import Described, check_dtype, listed
 
 ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
 def check_arguments(gate: Described, up: Described | None) -> None:
     """Raises ValueError or TypeError, naming the argument and both values."""
-    for name, given in (("gate", gate), ("up", up)):
-        if given is not None and given[1] not in FLOAT_DTYPES:
-            raise TypeError(
-                f"{name} must have a dtype of {', '.join(map(repr, FLOAT_DTYPES))}; got {given[1]}"
-            )
+    check_dtype("gate", gate)
+    check_dtype("up", up)
     if not gate[0]:
         raise ValueError("gate must have at least one dimension, (..., F); got shape ()")
     if up is None and gate[0][-1] % 2:
@@ -26,5 +23,5 @@ def check_arguments(gate: Described, up: Described | None) -> None:
 def activation_of(approximate: str) -> str:
     """The GELU meant by `approximate`."""
     if approximate not in ACTIVATIONS:
-        raise ValueError(f"approximate must be one of 'tanh', 'none'; got {approximate!r}")
+        raise ValueError(f"approximate must be one of {listed(ACTIVATIONS)}; got {approximate!r}")
     return ACTIVATIONS[approximate]

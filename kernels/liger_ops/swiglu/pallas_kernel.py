@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from liger_ops import backend_pallas
-from liger_ops.backend_pallas import load, store
+from liger_ops.backend_pallas import as_structure, from_structure, load, store
 from liger_ops.swiglu import xla
 from liger_ops.swiglu.cases import Config
 
@@ -194,17 +194,15 @@ def _gated(settings, gate, up):
 
 
 def _gated_fwd(settings, gate, up):
-    perturbed = (gate.perturbed, up is not None and up.perturbed)
+    need = as_structure(gate.perturbed, up is not None and up.perturbed)
     gate, up = gate.value, None if up is None else up.value
-    # What asks for a gradient is static; as the structure of the residuals it stays so: () or None.
-    need = tuple(() if asked else None for asked in perturbed)
     # Not _forward: this may be differentiated once more.
     return _gated(settings, gate, up), (need, gate, up)
 
 
 def _gated_bwd(settings, saved, dy):
     need, gate, up = saved
-    return _backward(settings, tuple(asked is not None for asked in need), gate, up, dy)
+    return _backward(settings, from_structure(need), gate, up, dy)
 
 
 # Symbolic zeros tell which inputs ask for a gradient.

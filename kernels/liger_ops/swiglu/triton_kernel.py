@@ -57,6 +57,16 @@ def _activate(g, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _tile(num_rows, F: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr):
+    """This program's rows (R, 1) and columns (1, C), and the mask of what lies in the array."""
+    column_blocks: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
+    program = tl.program_id(0).to(tl.int64)
+    row = program // column_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = program % column_blocks * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
+    return row, col, (row < num_rows) & (col < F)
+
+
+@triton.jit
 def _forward_kernel(
     gate_ptr,  # (M, F)
     up_ptr,  # (M, F)
@@ -69,11 +79,7 @@ def _forward_kernel(
     BLOCK_F: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    column_blocks: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    program = tl.program_id(0).to(tl.int64)
-    row = program // column_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    col = program % column_blocks * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
-    mask = (row < num_rows) & (col < F)
+    row, col, mask = _tile(num_rows, F, BLOCK_ROWS, BLOCK_F)
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
     activated, _ = _activate(gate, ACTIVATION)
@@ -97,11 +103,7 @@ def _backward_kernel(
     BLOCK_F: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    column_blocks: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    program = tl.program_id(0).to(tl.int64)
-    row = program // column_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    col = program % column_blocks * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
-    mask = (row < num_rows) & (col < F)
+    row, col, mask = _tile(num_rows, F, BLOCK_ROWS, BLOCK_F)
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
@@ -181,12 +183,9 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, dy):  # type: ignore[override]
         gate, up = ctx.saved_tensors
         need_gate, need_up, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # Under create_graph=True the gradients are to be differentiated again.
-            wanted = [t for t, need in ((gate, need_gate), (up, need_up)) if need]
+        if backend_triton.creates_graph():
             y = eager.gated(gate, up, ctx.activation)
-            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-            return next(found) if need_gate else None, next(found) if need_up else None, None
+            return *backend_triton.differentiable_gradients(y, (gate, up), dy), None
         dgate = empty(gate, gate.dtype) if need_gate else None
         dup = empty(up, up.dtype) if need_up else None
         into = (dgate, dup) if up is not None else _halves(dgate, None)
