@@ -3,7 +3,7 @@
 import jax
 from flax import linen
 
-from jax_liger import functions
+from jax_liger import norms
 from jax_liger.flax_options import check_stock_options
 
 
@@ -33,7 +33,7 @@ class RMSNorm(linen.RMSNorm):
         casting_mode = self.casting_mode
         if casting_mode == "none" and self.dtype == x.dtype:
             casting_mode = "gemma"  # the same single rounding, straight to x's dtype
-        y = functions.rms_norm(
+        y = norms.rms_norm(
             x,
             scale,
             eps=self.epsilon,

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_liger import functions
+from jax_liger import norms
 from jax_liger.flax_options import check_stock_options
 
 
@@ -41,7 +41,7 @@ class RMSNorm(nnx.RMSNorm):
         scale = None if self.scale is None else self.scale[...]
         if self.casting_mode == "none" or self.dtype is not None:
             x, scale = self.promote_dtype((x, scale), dtype=self.dtype)
-        return functions.rms_norm(
+        return norms.rms_norm(
             x,
             scale,
             eps=self.epsilon,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torch_liger import functions
+from torch_liger import activations, norms
 
 
 class LigerRMSNorm(torch.nn.Module):
@@ -54,7 +54,7 @@ class LigerRMSNorm(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalises (..., hidden_size) over its last dimension."""
-        return functions.rms_norm(
+        return norms.rms_norm(
             hidden_states,
             self.weight,
             eps=self.variance_epsilon,
@@ -110,7 +110,7 @@ class LigerSwiGLUMLP(_GatedMLP):
         implementation: that of `torch_liger.swiglu`.
     """
 
-    function = staticmethod(functions.swiglu)
+    function = staticmethod(activations.swiglu)
     activations = {"silu": {}, "swish": {}}  # noqa: RUF012
 
 
@@ -124,7 +124,7 @@ class LigerGEGLUMLP(_GatedMLP):
         implementation: that of `torch_liger.geglu`.
     """
 
-    function = staticmethod(functions.geglu)
+    function = staticmethod(activations.geglu)
     activations = {  # noqa: RUF012
         "gelu_pytorch_tanh": {"approximate": "tanh"},
         "gelu": {"approximate": "none"},
