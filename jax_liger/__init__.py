@@ -2,5 +2,6 @@
 
 from jax_liger.activations import geglu as geglu
 from jax_liger.activations import swiglu as swiglu
+from jax_liger.losses import cross_entropy as cross_entropy
 from jax_liger.norms import fused_add_rms_norm as fused_add_rms_norm
 from jax_liger.norms import rms_norm as rms_norm

@@ -36,6 +36,19 @@ def test_rms_norm_forward_and_backward():
     assert_kernel_equals_plain(loss, x, residual, weight)
 
 
+def test_cross_entropy_forward_and_backward():
+    logits = jax.random.normal(jax.random.key(0), (5, 70))
+    labels = jax.numpy.asarray([0, 69, -100, 7, 3])
+
+    def loss(implementation, logits):
+        return jax_liger.cross_entropy(
+            logits, labels, label_smoothing=0.1, z_loss=1e-2, softcap=5.0,
+            implementation=implementation,
+        )  # fmt: skip
+
+    assert_kernel_equals_plain(loss, logits)
+
+
 def assert_kernel_equals_plain(loss, *inputs):
     argnums = tuple(range(len(inputs)))
     kernel, plain = (

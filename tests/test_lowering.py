@@ -68,6 +68,25 @@ def test_swiglu_and_geglu(rows, dim, dtype, fused):
         assert backend_pallas.is_triton_call(backend_pallas.lower_to_cuda(backward, *args))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rows, classes", [(1, 1), (7, 15), (33, 50257), (8, 128256)])
+@pytest.mark.parametrize("everything", [False, True])
+def test_cross_entropy(rows, classes, dtype, everything):
+    logits, labels = shapes((rows, classes), dtype=dtype)[0], shapes((rows,), dtype="int32")[0]
+    settings = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 30.0} if everything else {}
+
+    def loss(x, y):
+        weight = jnp.arange(classes, dtype=jnp.float32) if everything else None
+        loss, metrics = jax_liger.cross_entropy(
+            x, y, class_weight=weight, return_metrics=True, implementation="pallas", **settings
+        )
+        return loss, metrics.predicted_tokens
+
+    gradients = jax.value_and_grad(loss, has_aux=True)
+    text = backend_pallas.lower_to_cuda(gradients, logits, labels)
+    assert backend_pallas.is_triton_call(text)
+
+
 def test_under_a_checked_shard_map_the_weight_gradient_is_summed_once():
     norm = functools.partial(jax_liger.rms_norm, implementation="pallas")
     device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")

@@ -11,13 +11,15 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from liger_ops.cross_entropy import triton_kernel as cross_entropy_kernel
+from liger_ops.cross_entropy.cases import Config as CrossEntropyConfig
 from liger_ops.rms_norm import triton_kernel, triton_wide
 from liger_ops.rms_norm.cases import Config
 from liger_ops.swiglu import triton_kernel as swiglu_kernel
 from liger_ops.swiglu.cases import Config as SwigluConfig
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
-TYPE_NAMES = {"i32", "fp32", "*fp32", "*bf16", "*fp16"}
+TYPE_NAMES = {"i32", "fp32", "*fp32", "*bf16", "*fp16", "*i32", "*i64"}
 TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 
 
@@ -75,7 +77,32 @@ def swiglu(dim: int, dtype: str, activation: str) -> None:
     compile_kernel(swiglu_kernel._backward_kernel, arguments, config.num_warps)
 
 
+def cross_entropy(classes: int, dtype: str, everything: bool) -> None:
+    config = CrossEntropyConfig.for_shape(classes)
+    extra = "*fp32" if everything else None
+    arguments = {
+        "logits_ptr": TYPES[dtype], "dlogits_ptr": TYPES[dtype], "labels_ptr": "*i64",
+        **dict.fromkeys(("ce_ptr", "statistics_ptr", "dloss_ptr"), "*fp32"),
+        **dict.fromkeys(("loss_ptr", "factors_ptr"), "*fp32"),
+        **dict.fromkeys(("weight_ptr", "weight_sum_ptr", "z_ptr", "dz_ptr", "z_loss_ptr"), extra),
+        **dict.fromkeys(("num_items_ptr", "accuracy_ptr"), extra),
+        "predicted_ptr": "*i64" if everything else None,
+        **dict.fromkeys(("logits_stride", "dloss_stride", "dz_stride", "num_rows"), "i32"),
+        "ignore_index": "i32",
+        **dict.fromkeys(("label_smoothing", "softcap", "z_loss"), "fp32"),
+        "V": classes, "STEPS": config.forward_steps, "COLUMNS": config.forward_columns,
+        "SMOOTH": everything, "CAP": everything, "ADD_Z": everything, "SUM": True,
+    }  # fmt: skip
+    kernels = cross_entropy_kernel
+    compile_kernel(kernels._forward_kernel, arguments, config.forward_warps)
+    arguments["BLOCK"] = config.backward_block
+    compile_kernel(kernels._backward_kernel, arguments, config.backward_warps)
+    compile_kernel(kernels._reduce_kernel, {**arguments, "BLOCK": 1024}, 8)
+
+
 if __name__ == "__main__":
+    for classes, dtype, everything in itertools.product((1000, 128256), TYPES, (False, True)):
+        cross_entropy(classes, dtype, everything)
     for dim, dtype in itertools.product((80, 14336), TYPES):
         for activation in ("silu", "gelu_tanh", "gelu"):
             swiglu(dim, dtype, activation)

@@ -2,5 +2,6 @@
 
 from torch_liger.activations import geglu as geglu
 from torch_liger.activations import swiglu as swiglu
+from torch_liger.losses import cross_entropy as cross_entropy
 from torch_liger.norms import fused_add_rms_norm as fused_add_rms_norm
 from torch_liger.norms import rms_norm as rms_norm

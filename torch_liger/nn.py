@@ -1,11 +1,12 @@
 """PyTorch modules. Parameter names are those of the modules they stand in for."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from torch_liger import activations, norms
+from liger_ops.cross_entropy.check import check_settings
+from torch_liger import activations, losses, norms
 
 
 class LigerRMSNorm(torch.nn.Module):
@@ -129,3 +130,80 @@ class LigerGEGLUMLP(_GatedMLP):
         "gelu_pytorch_tanh": {"approximate": "tanh"},
         "gelu": {"approximate": "none"},
     }
+
+
+class CrossEntropyOutput(NamedTuple):
+    """What the loss modules return where more than the loss was asked for; else None."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+
+
+class LigerCrossEntropyLoss(torch.nn.Module):
+    """Cross-entropy over given logits by the fused kernel.
+
+    Args:
+        weight: class weights (V,), the `class_weight` of `torch_liger.cross_entropy`.
+        lse_square_scale: its `z_loss`.
+        ignore_index, label_smoothing, reduction, softcap, implementation: its own.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: return a
+            `CrossEntropyOutput` with these, and not the loss alone.
+    """
+
+    weight: torch.Tensor | None
+
+    def __init__(
+        self,
+        weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        *,
+        implementation: str | None = None,
+    ):
+        super().__init__()
+        check_settings(label_smoothing, softcap, lse_square_scale, reduction, False)
+        self.register_buffer("weight", weight)  # as torch.nn.CrossEntropyLoss has it
+        self.ignore_index = ignore_index
+        self.lse_square_scale = lse_square_scale
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
+        self.softcap = softcap
+        self.return_z_loss = return_z_loss
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+        self.implementation = implementation
+
+    def forward(
+        self, input: torch.Tensor, target: torch.Tensor
+    ) -> torch.Tensor | CrossEntropyOutput:
+        """The loss of logits (..., V) for labels (...)."""
+        wants_metrics = self.return_token_accuracy or self.return_predicted_tokens
+        loss, z_loss, *metrics = losses.cross_entropy(
+            input,
+            target,
+            ignore_index=self.ignore_index,
+            class_weight=self.weight,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            z_loss=self.lse_square_scale,
+            reduction=self.reduction,
+            return_z_loss=True,
+            return_metrics=wants_metrics,
+            implementation=self.implementation,
+        )
+        if not self.return_z_loss and not wants_metrics:
+            return loss
+        return CrossEntropyOutput(
+            loss,
+            z_loss if self.return_z_loss else None,
+            metrics[0].token_accuracy if self.return_token_accuracy else None,
+            metrics[0].predicted_tokens if self.return_predicted_tokens else None,
+        )

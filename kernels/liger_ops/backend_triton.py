@@ -209,10 +209,10 @@ def creates_graph() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def differentiable_gradients(
-    y: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], dy: torch.Tensor
-) -> list[torch.Tensor | None]:
-    """dy's gradients for those of `inputs` that ask for one, by the operations that made y."""
+def differentiable_gradients(y: Any, inputs: tuple[torch.Tensor | None, ...], dy: Any) -> list[Any]:
+    """dy's gradients for those of `inputs` that ask for one, by the operations that made y; y and
+    dy are a tensor each, or as many.
+    """
     wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
     return [

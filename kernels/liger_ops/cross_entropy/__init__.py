@@ -1,0 +1,1 @@
+"""Cross-entropy over given logits, with what language models add to it."""
