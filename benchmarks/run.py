@@ -16,15 +16,16 @@ import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+OPS = ("rms_norm", "layer_norm", "swiglu", "geglu", "rope", "cross_entropy")
 PACKAGES = ("jax", "jaxlib", "torch", "triton", "liger-kernel", "transformers")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("op", choices=["rms_norm"])
+    parser.add_argument("op", choices=OPS)
     parser.add_argument("--out", type=pathlib.Path, help="JSON to write, with a PNG beside it")
     parser.add_argument("--plot", type=pathlib.Path, help="draw the PNG of this JSON and stop")
-    parser.add_argument("--quick", action="store_true", help="one shape")
+    parser.add_argument("--quick", action="store_true", help="one shape, and the launch costs")
     args = parser.parse_args()
     if args.plot:
         plot(json.loads(args.plot.read_text()), args.plot.with_suffix(".png"))
@@ -35,8 +36,10 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         sys.exit("benchmarks/run.py needs an NVIDIA GPU, and torch sees none")
+    import measuring
+
     rows = []
-    for row in importlib.import_module(args.op).measure(args.quick):
+    for row in measuring.measure(importlib.import_module(args.op), args.quick):
         rows.append(row)
         print(_line(row), flush=True)
     result = {
@@ -59,12 +62,15 @@ def _version(package: str) -> str | None:
 
 
 def _line(row: dict) -> str:
-    shape = f"{row['rows']} x {row['dim']}"
     ratio = ", ".join(f"{v:.3f} {k}" for k, v in row.items() if k.startswith("of_"))
     return (
-        f"{row['op']:10} {row['pass']:18} {shape:14} {row['implementation']:22} "
+        f"{row['op']:13} {row['pass']:18} {_shape(row):23} {row['implementation']:24}"
         f"{row['microseconds']:9.1f} us  {ratio}"
     )
+
+
+def _shape(row: dict) -> str:
+    return row.get("shape") or f"{row['rows']} x {row['dim']}"
 
 
 def plot(result: dict, path: pathlib.Path) -> None:
@@ -77,13 +83,13 @@ def plot(result: dict, path: pathlib.Path) -> None:
     rows = [row for row in result["rows"] if "of_copy" in row]
     rows = [row for row in rows if not row["implementation"].startswith("copy")]
     passes = list(dict.fromkeys(row["pass"] for row in rows))
-    shapes = list(dict.fromkeys((row["rows"], row["dim"]) for row in rows))
+    shapes = list(dict.fromkeys(_shape(row) for row in rows))
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    figure, axes = plt.subplots(len(passes), figsize=(10, 4 * len(passes)), squeeze=False)
+    figure, axes = plt.subplots(len(passes), figsize=(12, 4 * len(passes)), squeeze=False)
     for axis, which in zip(axes[:, 0], passes, strict=True):
         for i, name in enumerate(names):
             found = {
-                (row["rows"], row["dim"]): row["of_copy"]
+                _shape(row): row["of_copy"]
                 for row in rows
                 if row["pass"] == which and row["implementation"] == name
             }
@@ -91,9 +97,7 @@ def plot(result: dict, path: pathlib.Path) -> None:
             axis.bar(
                 positions, [found.get(s, 0.0) for s in shapes], 1 / (len(names) + 1), label=name
             )
-        axis.set_xticks(
-            [j + 0.4 for j in range(len(shapes))], [f"{rows} x {dim}" for rows, dim in shapes]
-        )
+        axis.set_xticks([j + 0.4 for j in range(len(shapes))], shapes, fontsize="small")
         axis.axhline(1.0, color="grey", linewidth=0.8)
         axis.set_ylabel("speed, copy of the same bytes = 1")
         axis.set_title(f"{rows[0]['op']} {which}, bfloat16, {result['device']}")

@@ -14,40 +14,72 @@ from typing import Any
 import jax
 import torch
 
-SETS = 6
-ROUNDS = 9  # the median of so many timings of SETS * REPEATS calls each
+L2_BYTES = 50 * 2**20  # of an H200
+LEAST_SETS, MOST_SETS = 6, 128
+MOST_BYTES = 20 * 2**30
+ROUNDS = 9  # the median of so many timings of all sets, REPEATS times over
 REPEATS = 4
 JAX_REPEATS = 24  # more, since a round begins with the host's dispatch and ends with its wait
 
 
-def torch_microseconds(call: Callable[[int], Any], stream: torch.cuda.Stream) -> float:
-    """Median time of call(i) for i in range(SETS), replayed from a graph captured on `stream`."""
+def sets_for(copied_bytes: int, held_bytes: int) -> int:
+    """How many sets of inputs to work through.
+
+    Args:
+        copied_bytes: what the copy, the least of what is timed, reads and writes in one set.
+        held_bytes: what one set takes with its outputs.
+    """
+    beyond_cache = -(-4 * L2_BYTES // copied_bytes)
+    wanted = min(max(beyond_cache, LEAST_SETS), MOST_SETS)
+    return max(min(wanted, MOST_BYTES // held_bytes), 2)
+
+
+def torch_microseconds(
+    call: Callable[[int], Any],
+    sets: int,
+    stream: torch.cuda.Stream | None,
+    in_graph: bool = True,
+) -> float:
+    """Median time of call(i) for i in range(sets), replayed from a graph captured on `stream`.
+
+    With in_graph=False the calls are made one by one, for those that wait for the GPU's answer and
+    so cannot be captured: then the host's time counts where it is the longer.
+    """
     with torch.cuda.stream(stream):
-        for i in range(SETS):  # compiles, and fills the allocator
+        for i in range(sets):  # compiles, and fills the allocator
             call(i)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+
+    def all_sets() -> list[Any]:
         # All outputs are kept, each in memory of its own: one that is written again and again
         # would stay in the L2 cache and never reach memory.
-        outputs = [call(i) for i in range(SETS)]
-    graph.replay()
+        return [call(i) for i in range(sets)]
+
+    work, outputs = all_sets, None
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            outputs = all_sets()
+        work = graph.replay
     times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(REPEATS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (SETS * REPEATS))
+    with torch.cuda.stream(stream):
+        work()
+        for _ in range(ROUNDS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(REPEATS):
+                work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / (sets * REPEATS))
     del outputs
     return statistics.median(times)
 
 
-def jax_microseconds(fn: Callable[..., Any], inputs: Sequence[tuple[jax.Array, ...]]) -> float:
+def jax_microseconds(fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]) -> float:
     """Median time of one fn(*inputs[i]), all of them in one jitted program."""
-    program = jax.jit(lambda sets: [fn(*given) for given in sets])
+    once = jax.jit(fn)  # traced and lowered once, however many sets there are
+    program = jax.jit(lambda sets: [once(*given) for given in sets])
     jax.block_until_ready(program(inputs))
     times = []
     for _ in range(ROUNDS):

@@ -1,0 +1,173 @@
+"""The benchmarks without their clock: each operation's description, and the check it must pass."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import torch
+
+# benchmarks/ is a folder of scripts, not a package.
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import description
+import measuring
+import run
+import timing
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = {
+    "rms_norm": [(6, 48)],
+    "swiglu": [(6, 48, False), (6, 48, True)],
+    "geglu": [(6, 48, False), (6, 48, True)],
+}
+KEYS = {"op", "pass", "rows", "dim", "shape", "dtype", "implementation", "microseconds"}
+
+
+@pytest.fixture(autouse=True)
+def no_clock(monkeypatch):
+    """Calls everything that would be timed, on two sets, and reports a made-up time for it."""
+
+    def torch_microseconds(call, sets, stream, in_graph=True):
+        for i in range(sets):
+            call(i)
+        return 2.0
+
+    def jax_microseconds(fn, inputs):
+        jax.block_until_ready([fn(*given) for given in inputs])
+        return 2.0
+
+    def host_microseconds(functions):
+        for function in functions.values():
+            function()
+        return {name: 1.0 + i for i, name in enumerate(functions)}
+
+    for stand_in in (torch_microseconds, jax_microseconds, host_microseconds):
+        monkeypatch.setattr(timing, stand_in.__name__, stand_in)
+    monkeypatch.setattr(timing, "sets_for", lambda copied_bytes, held_bytes: 2)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    if DEVICE == "cpu":  # liger-kernel, where it is installed, does not run in Triton's interpreter
+        monkeypatch.setitem(sys.modules, "liger_kernel", None)
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_every_implementation_and_pass_has_its_row(op):
+    module = importlib.import_module(op)
+    for shape in SMALL[op]:
+        case = module.case(*shape)
+        rows = list(measuring.one_shape(case, DEVICE))
+        measured = {(row["implementation"], row["pass"]) for row in rows}
+        assert measured >= {
+            (name, which)
+            for name in ("torch_liger (triton)", "torch.compile", "jax_liger (pallas)", "XLA")
+            for which in case.arrays
+        }
+        assert {("copy (torch)", "forward"), ("copy (jax)", "forward")} <= measured
+        assert len(measured) == len(rows)
+        for row in rows:
+            assert row.keys() == KEYS | {"terabytes_per_second", "of_copy", "error"}
+            # The time of a copy, which moves two arrays, stands for that of all others.
+            arrays = 2 if "copy" in row["implementation"] else case.arrays[row["pass"]]
+            assert row["of_copy"] == arrays / 2
+            assert row["terabytes_per_second"] == pytest.approx(case.elements * arrays / 1e6)
+            assert ("copy" in row["implementation"]) == (row["error"] == 0.0)
+            assert op in run._line(row) and case.shape in run._line(row)
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_launch_costs_have_their_rows(op):
+    case = importlib.import_module(op).case(*SMALL[op][0])
+    rows = list(measuring.launch_cost(case, DEVICE))
+    assert {row["pass"] for row in rows} == {"launch", "launch, with graph"}
+    assert {"torch_liger (triton)", "torch.compile", "eager", case.baseline} <= {
+        row["implementation"] for row in rows
+    }
+    for row in rows:
+        assert row.keys() == KEYS | {f"of_{case.baseline}"}
+        assert (row["implementation"] == case.baseline) == (row[f"of_{case.baseline}"] == 1.0)
+
+
+@pytest.mark.parametrize("op", run.OPS)
+def test_shapes_are_described(op):
+    module = importlib.import_module(op)
+    cases = [module.case(*shape) for shape in [*module.SHAPES, module.SHORT]]
+    assert len({case.shape for case in cases}) == len(set([*module.SHAPES, module.SHORT]))
+    for case in cases:
+        assert case.op == op and case.elements % case.rows == 0
+        assert case.baseline == "eager" or case.baseline in case.others()
+
+
+@pytest.mark.parametrize("part", ["forward", "gradient"])
+def test_a_wrong_implementation_is_not_timed(part):
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y * 1.02 if part == "forward" else y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * 1.02 if part == "gradient" else dy
+
+    module = importlib.import_module("swiglu")
+    silu = torch.nn.functional.silu
+    wrong = description.Peer(lambda gate, up: Scaled.apply(silu(gate) * up))
+    case = dataclasses.replace(module.case(6, 48, False), others=lambda: {"wrong": wrong})
+    with pytest.raises(ArithmeticError, match="swiglu by wrong at 6 x 48"):
+        list(measuring.one_shape(case, DEVICE))
+
+
+def test_one_that_overwrites_gets_copies():
+    # As liger-kernel's does: gate and up become the gradients, behind autograd's back.
+
+    class Overwriting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            ctx.save_for_backward(gate, up)
+            return torch.nn.functional.silu(gate) * up
+
+        @staticmethod
+        def backward(ctx, dy):
+            gate, up = (t.data for t in ctx.saved_tensors)
+            s = torch.sigmoid(gate)
+            dgate, dup = dy * up * (s + gate * s * (1 - s)), dy * gate * s
+            return gate.copy_(dgate), up.copy_(dup)
+
+    module = importlib.import_module("swiglu")
+    peer = description.Peer(Overwriting.apply, overwrites=True)
+    inputs = [module.case(6, 48, False).data(DEVICE) for _ in range(2)]
+    before = [t.detach().clone() for args in inputs for t in args]
+    drawn = iter(inputs)
+    case = dataclasses.replace(
+        module.case(6, 48, False),
+        data=lambda device: next(drawn),
+        others=lambda: {"overwriting": peer},
+    )
+    rows = list(measuring.one_shape(case, DEVICE))
+    assert {r["pass"] for r in rows if r["implementation"] == "overwriting"} == set(case.arrays)
+    after = [t for args in inputs for t in args]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_enough_sets_to_miss_the_cache(monkeypatch):
+    monkeypatch.undo()
+    for copied in (2**21, 2**26, 2**30):
+        sets = timing.sets_for(copied, 3 * copied)
+        assert sets * copied >= 4 * timing.L2_BYTES and sets >= 6
+    assert timing.sets_for(2**33, 3 * 2**32) == 2
+    assert timing.sets_for(2**30, 5 * 2**30) == 4
+    assert timing.sets_for(2, 3) == timing.MOST_SETS
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("results/*.json")), ids=lambda p: p.stem)
+def test_results_kept_here_can_be_drawn_and_printed(path, tmp_path):
+    result = json.loads(path.read_text())
+    for row in result["rows"]:
+        assert f"{row['rows']} x {row['dim']}" in run._line(row) or row["shape"] in run._line(row)
+    if any("of_copy" in row for row in result["rows"]):
+        pytest.importorskip("matplotlib")
+        run.plot(result, tmp_path / "result.png")
+        assert (tmp_path / "result.png").stat().st_size > 10_000
