@@ -1,9 +1,13 @@
 """Flax linen modules. Parameter names and stock arguments are Flax's own, so checkpoints load."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from flax import linen
 
-from jax_liger import norms
+from jax_liger import activations, norms
 from jax_liger.flax_options import check_stock_options
 
 
@@ -42,3 +46,68 @@ class RMSNorm(linen.RMSNorm):
             implementation=self.implementation,
         )
         return y if self.dtype is None else y.astype(self.dtype)
+
+
+class SwiGLUMLP(linen.Module):
+    """The feed-forward layer of LLaMA, Mistral and Qwen, its activation by the fused kernel.
+
+        y = down_proj(silu(gate_proj(x)) * up_proj(x))
+
+    The three layers are `flax.linen.Dense`: `gate_proj` and `up_proj` with kernels of shape (D, F),
+    `down_proj` with a kernel of shape (F, D).
+
+    Attributes:
+        intermediate_size: F. D is the size of the input's last axis.
+        use_bias, dtype, param_dtype, precision, kernel_init, bias_init: those of
+            `flax.linen.Dense`, for all three.
+        implementation: that of `jax_liger.swiglu`.
+    """
+
+    intermediate_size: int
+    use_bias: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: Callable[..., Any] = linen.initializers.lecun_normal()
+    bias_init: Callable[..., Any] = linen.initializers.zeros_init()
+    implementation: str | None = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps (..., D) to (..., D)."""
+        gate = self._dense(self.intermediate_size, "gate_proj")(x)
+        up = self._dense(self.intermediate_size, "up_proj")(x)
+        return self._dense(x.shape[-1], "down_proj")(self._activate(gate, up))
+
+    def _dense(self, features: int, name: str) -> linen.Dense:
+        return linen.Dense(
+            features,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            name=name,
+        )
+
+    def _activate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return activations.swiglu(gate, up, implementation=self.implementation)
+
+
+class GeGLUMLP(SwiGLUMLP):
+    """The feed-forward layer of Gemma, its activation by the fused kernel.
+
+        y = down_proj(gelu(gate_proj(x)) * up_proj(x))
+
+    Attributes:
+        approximate, implementation: those of `jax_liger.geglu`.
+        The others are those of `SwiGLUMLP`.
+    """
+
+    approximate: str = "tanh"
+
+    def _activate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return activations.geglu(
+            gate, up, approximate=self.approximate, implementation=self.implementation
+        )

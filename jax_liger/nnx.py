@@ -5,8 +5,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_liger import norms
+from jax_liger import activations, norms
 from jax_liger.flax_options import check_stock_options
+from liger_ops.swiglu.check import activation_of
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -48,4 +49,74 @@ class RMSNorm(nnx.RMSNorm):
             offset=self.offset,
             casting_mode=self.casting_mode,
             implementation=self.implementation,
+        )
+
+
+class SwiGLUMLP(nnx.Module):
+    """The feed-forward layer of LLaMA, Mistral and Qwen, its activation by the fused kernel.
+
+        y = down_proj(silu(gate_proj(x)) * up_proj(x))
+
+    The three layers are `flax.nnx.Linear`: `gate_proj.kernel` and `up_proj.kernel` of shape (D, F),
+    `down_proj.kernel` of shape (F, D). They are called as modules, so others may stand in for them,
+    such as `flax.nnx.LoRALinear`.
+
+    Args:
+        hidden_size: D.
+        intermediate_size: F.
+        use_bias: whether the three layers have biases.
+        dtype, param_dtype, kernel_init, precision, ...: those of `flax.nnx.Linear`, for all three.
+        implementation: that of `jax_liger.swiglu`.
+        rngs: the keys for the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        use_bias: bool = False,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+        **linear: Any,
+    ):
+        settings = {"use_bias": use_bias, "rngs": rngs, **linear}
+        self.gate_proj = nnx.Linear(hidden_size, intermediate_size, **settings)
+        self.up_proj = nnx.Linear(hidden_size, intermediate_size, **settings)
+        self.down_proj = nnx.Linear(intermediate_size, hidden_size, **settings)
+        self.implementation = implementation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps (..., D) to (..., D)."""
+        return self.down_proj(self._activate(self.gate_proj(x), self.up_proj(x)))
+
+    def _activate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return activations.swiglu(gate, up, implementation=self.implementation)
+
+
+class GeGLUMLP(SwiGLUMLP):
+    """The feed-forward layer of Gemma, its activation by the fused kernel.
+
+        y = down_proj(gelu(gate_proj(x)) * up_proj(x))
+
+    Args:
+        approximate, implementation: those of `jax_liger.geglu`.
+        The others are those of `SwiGLUMLP`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        approximate: str = "tanh",
+        **settings: Any,
+    ):
+        activation_of(approximate)  # raises for one that there is not
+        super().__init__(hidden_size, intermediate_size, **settings)
+        self.approximate = approximate
+
+    def _activate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return activations.geglu(
+            gate, up, approximate=self.approximate, implementation=self.implementation
         )
