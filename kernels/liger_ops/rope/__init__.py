@@ -1,0 +1,1 @@
+"""Rotary position embedding: rotating queries and keys, and the angles."""
