@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_liger
+from liger_ops.rope import angles as rope_oracle
 
 
 def test_gated_activations_forward_and_backward():
@@ -47,6 +48,13 @@ def test_cross_entropy_forward_and_backward():
         )  # fmt: skip
 
     assert_kernel_equals_plain(loss, logits)
+def test_rope_angles():
+    parameters = dict(rope_theta=1e4, mrope_section=[4, 3, 1])
+    frequencies = jax_liger.rope_frequencies({"head_dim": 16, "rope_parameters": parameters})
+    positions = jnp.arange(30).reshape(3, 2, 5)
+    got = jax.jit(lambda p: jax_liger.rope_angles(p, frequencies))(positions)
+    for a, e in zip(got, rope_oracle.forward(positions, frequencies).values(), strict=True):
+        np.testing.assert_allclose(a, e, atol=2e-6)
 
 
 def assert_kernel_equals_plain(loss, *inputs):
