@@ -11,6 +11,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from liger_ops import row_sums
 from liger_ops.cross_entropy import triton_kernel as cross_entropy_kernel
 from liger_ops.cross_entropy.cases import Config as CrossEntropyConfig
 from liger_ops.rms_norm import triton_kernel, triton_wide
@@ -111,5 +112,5 @@ if __name__ == "__main__":
     rms_norm(768, "bfloat16", weight=False, residual=False)
     shapes = {"programs": "i32", "D": 4096, "BLOCK_PROGRAMS": 512, "BLOCK_D": 16}
     for pointer in TYPES.values():
-        arguments = {**shapes, "partial_ptr": "*fp32", "sum_ptr": pointer}
-        compile_kernel(triton_kernel._sum_kernel, arguments, 8)
+        arguments = {**shapes, "partial_ptr": "*fp32", "first_ptr": pointer, "second_ptr": None}
+        compile_kernel(row_sums.sum_kernel, arguments, 8)

@@ -197,6 +197,11 @@ def row_stride(x: torch.Tensor | None) -> int:
     return x.shape[-1] if x.is_contiguous() else x.stride(0)
 
 
+def dense(vector: torch.Tensor | None) -> torch.Tensor | None:
+    """With adjacent elements: itself if it is so, else a copy."""
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
+
+
 def empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Contiguous, of the shape of `like`."""
     if dtype == like.dtype and like.is_contiguous():

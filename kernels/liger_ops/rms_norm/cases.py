@@ -5,39 +5,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from liger_ops.drawing import draw_normal
+from liger_ops.row_tiles import RowTiles, of_width
 
 
-@dataclass(frozen=True)
-class Config:
-    """How the kernels cut (M, D) into tiles.
-
-    Attributes:
-        forward_block_d, backward_block_d: columns held at once, a power of two. A wider row is
-            taken in blocks.
-        forward_rows, backward_rows: rows a program holds at once.
-        forward_warps, backward_warps: warps a program.
-        backward_programs: programs a multiprocessor in the backward; each walks over rows and
-            keeps one partial sum of the weight gradient.
-        backward_two_pass: read each row twice instead of holding it.
-    """
-
-    forward_block_d: int
-    forward_rows: int
-    forward_warps: int
-    backward_block_d: int
-    backward_rows: int
-    backward_warps: int
-    backward_programs: int
-    backward_two_pass: bool
+class Config(RowTiles):
+    """How the kernels cut (M, D) into tiles."""
 
     @classmethod
     def for_shape(cls, dim: int) -> "Config":
         """The tiles for rows of `dim` elements; docs/rms_norm.md has the sweep on an H200."""
-        return _TABLE[min(max(_next_power_of_two(dim), 16), _WIDEST)]
-
-
-def _next_power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+        return of_width(dim, _TABLE)
 
 
 # Forward: 16 elements a thread, and enough rows in flight to hide their latency.
@@ -45,7 +22,6 @@ def _next_power_of_two(n: int) -> int:
 # multiprocessor at once: 4 programs of 2048, 2 of 4096, 1 of 8192. Of 16384 they would spill, and
 # reading a row twice is faster (136 us against 157 without the second row in flight, 4096 rows);
 # rows wider than that are taken in blocks of 8192.
-_WIDEST = 32768
 _TABLE = {
     **{
         block: Config(block, 2048 // block, 4, block, 4096 // block, 4, 2, False)
@@ -55,7 +31,7 @@ _TABLE = {
     4096: Config(4096, 1, 8, 4096, 1, 8, 2, False),
     8192: Config(8192, 1, 8, 8192, 1, 16, 1, False),
     16384: Config(16384, 1, 16, 16384, 1, 8, 1, True),
-    _WIDEST: Config(16384, 1, 16, 8192, 1, 16, 1, True),
+    32768: Config(16384, 1, 16, 8192, 1, 16, 1, True),
 }
 
 

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 
 from liger_ops import backend_triton
-from liger_ops.backend_triton import empty, row_stride, rows
+from liger_ops.backend_triton import dense, empty, row_stride, rows
 from liger_ops.rms_norm import eager
 from liger_ops.rms_norm.cases import Config
 from liger_ops.rms_norm.triton_helpers import load_scale, round_as_llama
 from liger_ops.rms_norm.triton_wide import backward_two_pass_kernel, forward_wide_kernel
+from liger_ops.row_sums import launch_of_sums
 
 
 @triton.jit
@@ -116,28 +117,6 @@ def _backward_kernel(
         tl.store(dweight_ptr + tl.program_id(0).to(tl.int64) * D + cols, dweight, mask=in_row)
 
 
-@triton.jit
-def _sum_kernel(
-    partial_ptr,  # (programs, D) float32
-    sum_ptr,  # (D,)
-    programs,
-    D: tl.constexpr,
-    BLOCK_PROGRAMS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Adds up all programs' partial sums, read at once: a loop would cost a latency a turn."""
-    rows = tl.arange(0, BLOCK_PROGRAMS)[:, None]
-    cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    mask = (rows < programs) & (cols < D)
-    partial = tl.load(partial_ptr + rows * D + cols, mask=mask, other=0.0)
-    total = tl.sum(partial, axis=0, keep_dims=True).to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + cols, total, mask=cols < D)
-
-
-def _dense(weight: torch.Tensor | None) -> torch.Tensor | None:
-    return weight if weight is None or weight.is_contiguous() else weight.contiguous()
-
-
 class _ForwardPlan(NamedTuple):
     y_dtype: torch.dtype
     h_dtype: torch.dtype
@@ -187,11 +166,7 @@ def _plan_backward(h, weight, dy, dh, eps, offset, casting_mode) -> _BackwardPla
         (dim, config.backward_rows, config.backward_block_d, casting_mode),
         config.backward_warps,
     )
-    block_programs, block_d = triton.next_power_of_2(programs), 16
-    launch_sum = backend_triton.Launch(
-        _sum_kernel, -(-dim // block_d), (programs,), (dim, block_programs, block_d), 8
-    )
-    return _BackwardPlan((programs, dim), launch, launch_sum)
+    return _BackwardPlan((programs, dim), launch, launch_of_sums(programs, dim))
 
 
 def _forward(
@@ -212,7 +187,7 @@ def _forward(
     y = empty(x, plan.y_dtype)
     h = None if residual is None else empty(x, plan.h_dtype)
     if plan.launch.programs:
-        plan.launch(rows(x), rows(residual), _dense(weight), y, h)
+        plan.launch(rows(x), rows(residual), dense(weight), y, h)
     return y, h
 
 
@@ -237,14 +212,14 @@ def _backward(
     dx = empty(h, h.dtype) if need_dx else None
     if weight is None or not need_dweight:
         if plan.launch.programs:
-            plan.launch(rows(h), _dense(weight), rows(dy), rows(dh), dx, None)
+            plan.launch(rows(h), dense(weight), rows(dy), rows(dh), dx, None)
         return dx, None
     if not plan.launch.programs:
         return dx, torch.zeros_like(weight)
     partial = torch.empty(plan.partial_shape, dtype=torch.float32, device=h.device)
-    plan.launch(rows(h), _dense(weight), rows(dy), rows(dh), dx, partial)
+    plan.launch(rows(h), dense(weight), rows(dy), rows(dh), dx, partial)
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    plan.launch_sum(partial, dweight)
+    plan.launch_sum(partial, dweight, None)
     return dx, dweight
 
 
