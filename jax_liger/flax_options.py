@@ -9,3 +9,9 @@ def check_stock_options(module: Any) -> None:
         given = getattr(module, name)
         if given not in (wanted, (wanted,), [wanted]):
             raise ValueError(f"{name} must be {wanted}; got {given!r}")
+
+
+def check_no_mask(mask: Any) -> None:
+    """Raises ValueError if a call passes the mask of what statistics are taken over."""
+    if mask is not None:
+        raise ValueError(f"mask must be None; got an array of shape {mask.shape}")

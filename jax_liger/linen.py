@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen
 
 from jax_liger import activations, norms
-from jax_liger.flax_options import check_stock_options
+from jax_liger.flax_options import check_no_mask, check_stock_options
 
 
 class RMSNorm(linen.RMSNorm):
@@ -29,8 +29,7 @@ class RMSNorm(linen.RMSNorm):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalises x (..., D) over its last axis."""
         check_stock_options(self)
-        if mask is not None:
-            raise ValueError(f"mask must be None; got an array of shape {mask.shape}")
+        check_no_mask(mask)
         scale = None
         if self.use_scale:
             scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
@@ -46,6 +45,32 @@ class RMSNorm(linen.RMSNorm):
             implementation=self.implementation,
         )
         return y if self.dtype is None else y.astype(self.dtype)
+
+
+class LayerNorm(linen.LayerNorm):
+    """`flax.linen.LayerNorm` by the fused kernel, with the parameters `scale` and `bias` (D,).
+
+    Attributes:
+        epsilon, dtype, param_dtype, use_bias, use_scale, bias_init, scale_init, ...: Flax's own.
+            Statistics over other than the last axis, or across devices, are refused. They are
+            always float32, and the variance that of x less its mean, whatever
+            force_float32_reductions and use_fast_variance say.
+        implementation: that of `jax_liger.layer_norm`.
+    """
+
+    implementation: str | None = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalises x (..., D) over its last axis."""
+        check_stock_options(self)
+        check_no_mask(mask)
+        scale = bias = None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (x.shape[-1],), self.param_dtype)
+        return norms.layer_norm_to(x, scale, bias, self.epsilon, self.implementation, self.dtype)
 
 
 class SwiGLUMLP(linen.Module):

@@ -82,7 +82,7 @@ def cross_entropy(
         reduction,
         items is not None,
     )
-    class_weight = jax.lax.stop_gradient(class_weight)
+    class_weight = jax.tree.map(jax.lax.stop_gradient, class_weight)
     classes = cross_entropy_xla.as_classes(labels, logits.shape[-1], ignore_index)
     settings = (label_smoothing, softcap, z_loss)
     if backend_pallas.choose(implementation, "cross_entropy", logits, class_weight) == "pallas":

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from jax_liger import activations, norms
-from jax_liger.flax_options import check_stock_options
+from jax_liger.flax_options import check_no_mask, check_stock_options
 from liger_ops.swiglu.check import activation_of
 
 
@@ -37,8 +37,7 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Normalises x (..., D) over its last axis."""
-        if mask is not None:
-            raise ValueError(f"mask must be None; got an array of shape {mask.shape}")
+        check_no_mask(mask)
         scale = None if self.scale is None else self.scale[...]
         if self.casting_mode == "none" or self.dtype is not None:
             x, scale = self.promote_dtype((x, scale), dtype=self.dtype)
@@ -49,6 +48,33 @@ class RMSNorm(nnx.RMSNorm):
             offset=self.offset,
             casting_mode=self.casting_mode,
             implementation=self.implementation,
+        )
+
+
+class LayerNorm(nnx.LayerNorm):
+    """`flax.nnx.LayerNorm` by the fused kernel, with the parameters `scale` and `bias` (D,).
+
+    Args:
+        num_features, epsilon, dtype, param_dtype, use_bias, use_scale, bias_init, scale_init,
+            rngs, ...: Flax's own. Statistics over other than the last axis, or across devices, are
+            refused. The variance is always that of x less its mean, whatever use_fast_variance
+            says.
+        implementation: that of `jax_liger.layer_norm`.
+    """
+
+    def __init__(self, num_features: int, *, implementation: str | None = None, **stock: Any):
+        super().__init__(num_features, **stock)
+        check_stock_options(self)
+        self.implementation = implementation
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalises x (..., D) over its last axis."""
+        check_no_mask(mask)
+        scale = None if self.scale is None else self.scale[...]
+        bias = None if self.bias is None else self.bias[...]
+        x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
+        return norms.layer_norm(
+            x, scale, bias, eps=self.epsilon, implementation=self.implementation
         )
 
 

@@ -1,13 +1,18 @@
 """The normalisations: check the arguments, choose the implementation, run it."""
 
+from typing import Any
+
 import jax
 
 from jax_liger.arguments import as_arrays, described
 from liger_ops import backend_pallas
+from liger_ops.layer_norm import xla as layer_norm_xla
+from liger_ops.layer_norm.check import check_arguments as check_layer_norm
 from liger_ops.rms_norm import xla as rms_norm_xla
 from liger_ops.rms_norm.check import check_arguments as check_rms_norm
 
 if backend_pallas.plgpu is not None:
+    from liger_ops.layer_norm import pallas_kernel as layer_norm_pallas
     from liger_ops.rms_norm import pallas_kernel as rms_norm_pallas
 
 
@@ -87,6 +92,56 @@ def fused_add_rms_norm(
     if backend_pallas.choose(implementation, "fused_add_rms_norm", x, residual, weight) == "pallas":
         return rms_norm_pallas.fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
     return rms_norm_xla.fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
+
+
+def layer_norm(
+    x: jax.Array,
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    eps: float = 1e-5,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Layer normalisation over the last dimension.
+
+        y = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias
+
+    Args:
+        x: (..., D), float32, bfloat16 or float16 (float64 by the XLA version only).
+        weight: (D,), of any of these dtypes, or None to leave the normalised value unscaled.
+        bias: (D,), of any of these dtypes, or None to add nothing.
+        eps: added to the variance; at least 0.
+        implementation: "pallas", "xla", or None for the kernel on a supported GPU and XLA
+            elsewhere.
+
+    Returns:
+        (..., D), in the promoted dtype of x, weight and bias. Differentiable in all three, any
+        number of times; what asks for no gradient costs no work for one. x and weight are all that
+        is kept for it.
+
+    Numerics: float32 from reading to writing, with one rounding at the end; the parameters'
+    gradients are summed over all rows in float32. The variance is the mean square of x less its
+    mean, so a large common offset does not cancel it.
+
+    Raises:
+        TypeError, ValueError: for an argument that does not fit, naming it and both values.
+        RuntimeError: if the implementation asked for by name cannot run here, with the reason.
+
+    Source: Ba, Kiros and Hinton (2016), arXiv:1607.06450.
+    """
+    return layer_norm_to(x, weight, bias, eps, implementation, None)
+
+
+def layer_norm_to(x, weight, bias, eps, implementation, dtype: Any) -> jax.Array:
+    """layer_norm with its one rounding straight to `dtype`, as Flax's modules can ask for."""
+    x, weight, bias = as_arrays(x, weight, bias)
+    check_layer_norm(*map(described, (x, weight, bias)), eps)  # type: ignore[call-arg]
+    if dtype is None:
+        dtype = layer_norm_xla.promoted_dtype(x, weight, bias)
+    y = jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(dtype))
+    if backend_pallas.choose(implementation, "layer_norm", x, weight, bias, y) == "pallas":
+        return layer_norm_pallas.layer_norm(x, weight, bias, eps, y.dtype)
+    return layer_norm_xla.layer_norm(x, weight, bias, eps, y.dtype)
 
 
 def _checked(x, weight, residual, eps, casting_mode):

@@ -160,8 +160,27 @@ def cross_entropy_with_sharded_rows():
             np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=1e-5, atol=1e-6)
 
 
+def layer_norm_with_sharded_rows():
+    """No gather of x; the gradients of weight and bias are summed over the devices."""
+    bias = jax.random.normal(jax.random.key(2), (40,))
+
+    def total(implementation, *arrays):
+        return jnp.sum(jnp.sin(jax_liger.layer_norm(*arrays, implementation=implementation)))
+
+    expected = jax.grad(functools.partial(total, "xla"), (0, 1, 2))(X, WEIGHT, bias)
+    gradient = jax.jit(jax.grad(functools.partial(total, "pallas"), (0, 1, 2)))
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        with jax.set_mesh(mesh(kind)):
+            x = jax.device_put(X, NamedSharding(mesh(kind), SPECS[0]))
+            text = gradient.lower(x, WEIGHT, bias).compile().as_text()
+            assert "all-gather" not in text and "all-reduce" in text
+            for a, e in zip(gradient(x, WEIGHT, bias), expected, strict=True):
+                np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=1e-5, atol=1e-5)
+
+
 CHECKS = {
     "cross_entropy_with_sharded_rows": cross_entropy_with_sharded_rows,
+    "layer_norm_with_sharded_rows": layer_norm_with_sharded_rows,
     "swiglu_with_split_features": swiglu_with_split_features,
     "jit_with_sharded_rows": jit_with_sharded_rows,
     "jit_with_sharded_time_or_columns": jit_with_sharded_time_or_columns,

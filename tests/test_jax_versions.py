@@ -59,6 +59,17 @@ def test_rope_angles():
         np.testing.assert_allclose(a, e, atol=2e-6)
 
 
+def test_layer_norm_forward_and_backward():
+    x = jax.random.normal(jax.random.key(0), (5, 70))
+    weight, bias = jax.random.normal(jax.random.key(1), (2, 70))
+
+    def loss(implementation, x, weight, bias):
+        y = jax_liger.layer_norm(x, weight, bias, implementation=implementation)
+        return jnp.sum(jnp.sin(y))
+
+    assert_kernel_equals_plain(loss, x, weight, bias)
+
+
 def assert_kernel_equals_plain(loss, *inputs):
     argnums = tuple(range(len(inputs)))
     kernel, plain = (

@@ -49,6 +49,29 @@ def test_fused_add_rms_norm_and_vmap(dim):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "rows, dim", [(1, 1), (7, 15), (33, 80), (64, 768), (8, 4096), (5, 9000), (3, 65536)]
+)
+def test_layer_norm_and_vmap(rows, dim, dtype):
+    norm = functools.partial(jax_liger.layer_norm, implementation="pallas")
+    args = shapes((rows, dim), (dim,), (dim,), dtype=dtype)
+    assert backend_pallas.is_triton_call(backend_pallas.lower_to_cuda(norm, *args))
+    assert backend_pallas.is_triton_call(backend_pallas.lower_to_cuda(norm, args[0]))
+
+    def loss(*a):
+        return jnp.sum(norm(*a)).astype(jnp.float32)
+
+    for argnums in ((0, 1, 2), (2,)):
+        gradients = jax.grad(loss, argnums)
+        assert backend_pallas.is_triton_call(backend_pallas.lower_to_cuda(gradients, *args))
+    batched = shapes((2, rows, dim), dtype=dtype)
+    text = backend_pallas.lower_to_cuda(
+        jax.vmap(jax.grad(loss, (0, 1, 2)), (0, None, None)), *batched, *args[1:]
+    )
+    assert backend_pallas.is_triton_call(text)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("rows, dim", [(1, 1), (7, 15), (33, 80), (8, 2048), (5, 14336)])
 @pytest.mark.parametrize("fused", [False, True])
 def test_swiglu_and_geglu(rows, dim, dtype, fused):

@@ -14,6 +14,9 @@ from triton.compiler import ASTSource, compile
 from liger_ops import row_sums
 from liger_ops.cross_entropy import triton_kernel as cross_entropy_kernel
 from liger_ops.cross_entropy.cases import Config as CrossEntropyConfig
+from liger_ops.layer_norm import triton_kernel as layer_norm_kernel
+from liger_ops.layer_norm import triton_wide as layer_norm_wide
+from liger_ops.layer_norm.cases import Config as LayerNormConfig
 from liger_ops.rms_norm import triton_kernel, triton_wide
 from liger_ops.rms_norm.cases import Config
 from liger_ops.swiglu import triton_kernel as swiglu_kernel
@@ -24,7 +27,7 @@ TYPE_NAMES = {"i32", "fp32", "*fp32", "*bf16", "*fp16", "*i32", "*i64"}
 TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 
 
-def compile_kernel(kernel: Any, arguments: dict[str, Any], num_warps: int) -> None:
+def compile_kernel(kernel: Any, arguments: dict[str, Any], num_warps: int, **options: Any) -> None:
     """`arguments`: a type for what is given at run time, anything else is a constant."""
     names = kernel.arg_names
     is_type = lambda value: isinstance(value, str) and value in TYPE_NAMES  # noqa: E731
@@ -38,7 +41,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], num_warps: int) -> No
             if is_type(arguments[n]) and not arguments[n].startswith("f")
         },
     )
-    compiled = compile(source, target=TARGET, options={"num_warps": num_warps})
+    compiled = compile(source, target=TARGET, options={"num_warps": num_warps, **options})
     print(kernel.__name__, compiled.metadata.shared, flush=True)
 
 
@@ -64,6 +67,32 @@ def rms_norm(dim: int, dtype: str, weight: bool, residual: bool) -> None:
     if config.backward_two_pass:
         kernel = triton_wide.backward_two_pass_kernel
     compile_kernel(kernel, backward, config.backward_warps)
+
+
+def layer_norm(dim: int, dtype: str, weight: bool, bias: bool) -> None:
+    config, pointer = LayerNormConfig.for_shape(dim), TYPES[dtype]
+    common = {
+        "x_ptr": pointer, "weight_ptr": pointer if weight else None,
+        "num_rows": "i32", "x_stride": "i32", "eps": "fp32", "D": dim,
+    }  # fmt: skip
+    forward = {
+        **common, "bias_ptr": pointer if bias else None, "y_ptr": pointer,
+        "BLOCK_ROWS": config.forward_rows, "BLOCK_D": config.forward_block_d,
+    }  # fmt: skip
+    kernel = layer_norm_kernel._forward_kernel
+    if dim > config.forward_block_d:
+        kernel = layer_norm_wide.forward_wide_kernel
+    compile_kernel(kernel, forward, config.forward_warps)
+    backward = {
+        **common, "dy_ptr": pointer, "dx_ptr": pointer, "dy_stride": "i32",
+        "partial_ptr": "*fp32" if weight or bias else None,
+        "BLOCK_ROWS": config.backward_rows, "BLOCK_D": config.backward_block_d,
+        "WITH_DWEIGHT": int(weight), "WITH_DBIAS": int(bias),
+    }  # fmt: skip
+    kernel = layer_norm_kernel._backward_kernel
+    if config.backward_two_pass:
+        kernel = layer_norm_wide.backward_two_pass_kernel
+    compile_kernel(kernel, backward, config.backward_warps, maxnreg=config.backward_registers)
 
 
 def swiglu(dim: int, dtype: str, activation: str) -> None:
@@ -109,8 +138,14 @@ if __name__ == "__main__":
             swiglu(dim, dtype, activation)
     for dim, dtype in itertools.product((80, 768, 4096, 16384, 20000), TYPES):
         rms_norm(dim, dtype, weight=True, residual=dtype == "bfloat16")
+        layer_norm(dim, dtype, weight=True, bias=True)
     rms_norm(768, "bfloat16", weight=False, residual=False)
+    for dim, weight in itertools.product((768, 20000), (True, False)):
+        layer_norm(dim, "bfloat16", weight, bias=False)
     shapes = {"programs": "i32", "D": 4096, "BLOCK_PROGRAMS": 512, "BLOCK_D": 16}
     for pointer in TYPES.values():
-        arguments = {**shapes, "partial_ptr": "*fp32", "first_ptr": pointer, "second_ptr": None}
-        compile_kernel(row_sums.sum_kernel, arguments, 8)
+        for second in (None, pointer):
+            arguments = {
+                **shapes, "partial_ptr": "*fp32", "first_ptr": pointer, "second_ptr": second,
+            }  # fmt: skip
+            compile_kernel(row_sums.sum_kernel, arguments, 8)

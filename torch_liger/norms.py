@@ -3,12 +3,15 @@
 import torch
 
 from liger_ops import backend_triton
+from liger_ops.layer_norm import eager as layer_norm_eager
+from liger_ops.layer_norm.check import check_arguments as check_layer_norm
 from liger_ops.rms_norm import eager as rms_norm_eager
 from liger_ops.rms_norm.check import CASTING_MODES
 from liger_ops.rms_norm.check import check_arguments as check_rms_norm
 from torch_liger.arguments import DTYPE_NAMES, check_device, described
 
 if backend_triton.triton is not None:
+    from liger_ops.layer_norm import triton_kernel as layer_norm_triton
     from liger_ops.rms_norm import triton_kernel as rms_norm_triton
 
 
@@ -88,6 +91,57 @@ def fused_add_rms_norm(
     if backend_triton.choose(implementation, "fused_add_rms_norm", x, residual, weight) == "triton":
         return rms_norm_triton.fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
     return rms_norm_eager.fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Layer normalisation over the last dimension.
+
+        y = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias
+
+    Args:
+        x: (..., D), float32, bfloat16 or float16 (float64 by the eager version only). Any strides;
+            rows that no view can flatten are copied.
+        weight: (D,), of any of these dtypes, or None to leave the normalised value unscaled.
+        bias: (D,), of any of these dtypes, or None to add nothing.
+        eps: added to the variance; at least 0.
+        implementation: "triton", "eager", or None for the kernel on a supported GPU and eager
+            elsewhere.
+
+    Returns:
+        (..., D), contiguous, in the promoted dtype of x, weight and bias. Differentiable in all
+        three, any number of times; what asks for no gradient costs no work for one. x and weight
+        are all that is kept for it, and no argument is written to.
+
+    Numerics: float32 from reading to writing, with one rounding at the end; the parameters'
+    gradients are summed over all rows in float32. The variance is the mean square of x less its
+    mean, so a large common offset does not cancel it.
+
+    Raises:
+        TypeError, ValueError: for an argument that does not fit, naming it and both values.
+        RuntimeError: if the implementation asked for by name cannot run here, with the reason.
+
+    Source: Ba, Kiros and Hinton (2016), arXiv:1607.06450.
+    """
+    # What is right is seen quickly; what is not is looked at again for the error's words.
+    if not (
+        x.dtype in DTYPE_NAMES
+        and eps >= 0.0
+        and x.shape
+        and all(p is None or (_fits(p, x) and p.shape == x.shape[-1:]) for p in (weight, bias))
+    ):
+        check_layer_norm(described(x), described(weight), described(bias), eps)  # type: ignore[arg-type]
+        check_device("weight", weight, "x", x)
+        check_device("bias", bias, "x", x)
+    if backend_triton.choose(implementation, "layer_norm", x, weight, bias) == "triton":
+        return layer_norm_triton.layer_norm(x, weight, bias, eps)
+    return layer_norm_eager.layer_norm(x, weight, bias, eps)
 
 
 def _check(x, weight, residual, eps, casting_mode):

@@ -37,13 +37,15 @@ except ImportError as error:  # the backend is announced to go
     _import_error = str(error)
 
 
-def choose(implementation: str | None, op: str, *arrays: jax.Array | None) -> str:
+def choose(
+    implementation: str | None, op: str, *arrays: jax.Array | jax.ShapeDtypeStruct | None
+) -> str:
     """The implementation to run, "pallas" or "xla", for arrays as the caller asked."""
     why_not, on_gpu = _why_not(arrays), _platform() == "gpu"
     return choosing.choose(op, implementation, "pallas", "xla", why_not, on_gpu)
 
 
-def _why_not(arrays: Sequence[jax.Array | None]) -> str | None:
+def _why_not(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct | None]) -> str | None:
     if plgpu is None:
         return f"jax {jax.__version__} has no Pallas Triton backend ({_import_error})"
     if not OLDEST_JAX <= JAX_VERSION < FIRST_UNSUPPORTED_JAX:

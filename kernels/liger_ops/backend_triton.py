@@ -103,7 +103,8 @@ class Launch:
     compiled kernel is kept here and launched directly the next time.
 
     The kernel takes its pointers, then its scalars, then its constexprs, all in this order, on a
-    one-dimensional grid, and runs on the device of its first tensor.
+    one-dimensional grid, and runs on the device of its first tensor. `max_registers` is what the
+    compiler may give a thread; torch.compile, which launches kernels itself, has no such option.
     """
 
     def __init__(
@@ -113,11 +114,13 @@ class Launch:
         scalars: tuple[int | float, ...],
         constexprs: tuple[Any, ...],
         num_warps: int,
+        max_registers: int | None = None,
     ):
         self.kernel = kernel
         self.programs = programs
         self.arguments = (*scalars, *constexprs)
         self.num_warps = num_warps
+        self.options = {} if max_registers is None else {"maxnreg": max_registers}
         self.compiled: Any = None
         self.device = -1
 
@@ -153,7 +156,7 @@ class Launch:
         first = tensors[0]
         assert first is not None
         with torch.cuda.device(first.device):
-            compiled = kernel(*tensors, *self.arguments, num_warps=self.num_warps)
+            compiled = kernel(*tensors, *self.arguments, num_warps=self.num_warps, **self.options)
         if _is_aligned([0 if tensor is None else tensor.data_ptr() for tensor in tensors]):
             self.compiled, self.device = compiled, first.device.index
 

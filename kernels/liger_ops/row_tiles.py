@@ -28,6 +28,11 @@ class RowTiles:
     backward_programs: int
     backward_two_pass: bool
 
+    @property
+    def backward_registers(self) -> int:
+        """The most a thread may have for `backward_programs` to fit a multiprocessor at once."""
+        return min(65536 // (32 * self.backward_warps * self.backward_programs), 255)
+
 
 Tiles = TypeVar("Tiles", bound=RowTiles)
 

@@ -1,0 +1,1 @@
+"""Layer normalisation: each row less its mean, over its standard deviation."""
