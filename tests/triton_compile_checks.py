@@ -19,6 +19,9 @@ from liger_ops.layer_norm import triton_wide as layer_norm_wide
 from liger_ops.layer_norm.cases import Config as LayerNormConfig
 from liger_ops.rms_norm import triton_kernel, triton_wide
 from liger_ops.rms_norm.cases import Config
+from liger_ops.rope import triton_kernel as rope_kernel
+from liger_ops.rope.cases import Config as RopeConfig
+from liger_ops.rope.cases import power_of_two
 from liger_ops.swiglu import triton_kernel as swiglu_kernel
 from liger_ops.swiglu.cases import Config as SwigluConfig
 
@@ -130,9 +133,33 @@ def cross_entropy(classes: int, dtype: str, everything: bool) -> None:
     compile_kernel(kernels._reduce_kernel, {**arguments, "BLOCK": 1024}, 8)
 
 
+def rope(heads: int, kv_heads: int, head_dim: int, size: int, dtype: str, layout: str) -> None:
+    config, pointer = RopeConfig.for_shape(heads, kv_heads, head_dim), TYPES[dtype]
+    shares, block_n, block_k = config.deal(heads, kv_heads)
+    kernel = rope_kernel._rotate_kernel
+    arguments = {
+        **{name: "i32" for name in kernel.arg_names if "stride" in name},
+        **dict.fromkeys(("q_ptr", "q_out_ptr"), pointer if heads else None),
+        **dict.fromkeys(("k_ptr", "k_out_ptr"), pointer if kv_heads else None),
+        "cos_ptr": "*fp32", "sin_ptr": "*fp32", "num_rows": "i32", "T": "i32", "N": heads,
+        "K": kv_heads, "H": head_dim, "R": size,
+        "HALF": power_of_two(size // 2), "REST": power_of_two(head_dim - size), "SHARES": shares,
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_N": block_n, "BLOCK_K": block_k, "INTERLEAVED": layout == "interleaved",
+        "BACKWARDS": size < head_dim,
+    }  # fmt: skip
+    compile_kernel(kernel, arguments, config.num_warps)
+
+
 if __name__ == "__main__":
     for classes, dtype, everything in itertools.product((1000, 128256), TYPES, (False, True)):
         cross_entropy(classes, dtype, everything)
+    for layout in ("half", "interleaved"):
+        for dtype in TYPES:
+            rope(32, 8, 128, 128, dtype, layout)
+        rope(71, 1, 64, 64, "bfloat16", layout)
+        rope(28, 4, 80, 32, "bfloat16", layout)
+        rope(0, 2, 256, 256, "bfloat16", layout)  # q frozen
     for dim, dtype in itertools.product((80, 14336), TYPES):
         for activation in ("silu", "gelu_tanh", "gelu"):
             swiglu(dim, dtype, activation)

@@ -9,3 +9,4 @@ from torch_liger.losses import cross_entropy as cross_entropy
 from torch_liger.norms import fused_add_rms_norm as fused_add_rms_norm
 from torch_liger.norms import layer_norm as layer_norm
 from torch_liger.norms import rms_norm as rms_norm
+from torch_liger.rotary import rope as rope

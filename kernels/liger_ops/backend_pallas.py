@@ -194,77 +194,145 @@ def _varying_axes(arrays: Sequence[jax.Array | None]) -> frozenset[str]:
     )
 
 
+Dims = tuple[str, ...]  # names of an array's dimensions
+
+
 def split_rows(local: Callable[..., Any], x: jax.Array, *others: jax.Array | None) -> Any:
     """local(x, *others), on every device's own rows where the leading dimensions are sharded.
 
     `local` works on rows: inputs and outputs with as many dimensions as x (..., D) have x's leading
     dimensions, and a last one of any size that is not split; all others are shared by all rows, and
-    as outputs are sums over rows. Without this, XLA would gather x onto every device before a
-    kernel it cannot look into.
+    as outputs are sums over rows.
+    """
+    rows = tuple(f"row{i}" for i in range(x.ndim - 1))
+
+    def name(arrays: Sequence[Any]) -> list[Dims]:
+        return [(*(rows if a.ndim == x.ndim else ()), f"d{a.shape[-1]}") for a in arrays]
+
+    def names(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[Dims], list[Dims]]:
+        return name(_present(inputs)), name(_present(outputs))
+
+    return _split(local, (x, *others), names, over=rows, summed=rows)
+
+
+def split(
+    local: Callable[..., Any],
+    rule: str,
+    *arrays: jax.Array | None,
+    over: Sequence[str],
+    summed: Sequence[str] = (),
+) -> Any:
+    """local(*arrays), on every device's own part where the dimensions `over` are sharded.
+
+    Args:
+        rule: the dimensions of every argument and every output by name, as in
+            "b t d, d -> b t d, d". What is given or returned as None has its names all the same.
+        over: those of which `local` may see a part. All others stay whole.
+        summed: those over which an output that lacks them is a sum. An output that lacks any other
+            dimension does not depend on what has it.
+    """
+
+    def names(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[Dims], list[Dims]]:
+        sides = [[tuple(dims.split()) for dims in side.split(",")] for side in rule.split("->")]
+        of_inputs, of_outputs = (
+            [dims for dims, a in zip(side, given, strict=True) if a is not None]
+            for side, given in zip(sides, (inputs, outputs), strict=True)
+        )
+        return of_inputs, of_outputs
+
+    return _split(local, arrays, names, over=tuple(over), summed=tuple(summed))
+
+
+def _split(
+    local: Callable[..., Any],
+    arrays: tuple[jax.Array | None, ...],
+    names: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Dims], list[Dims]]],
+    over: Dims,
+    summed: Dims,
+) -> Any:
+    """Without this, XLA would gather arrays onto every device before a kernel it cannot look into.
+
+    `names` gives the dimensions of the inputs and of the outputs that are not None.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if x.ndim == 1 or mesh.manual_axes or mesh.size == 1 or jax.device_count() == 1:
-        return local(x, *others)
-    inputs, in_tree = jax.tree.flatten((x, *others))
+    if not over or mesh.manual_axes or mesh.size == 1 or jax.device_count() == 1:
+        return local(*arrays)
+    inputs, in_tree = jax.tree.flatten(arrays)
     whole = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs]  # without their sharding
-    out_shapes = jax.eval_shape(local, *jax.tree.unflatten(in_tree, whole))
-    out_shapes, out_tree = jax.tree.flatten(out_shapes)
-    is_rows = lambda a: a.ndim == x.ndim  # noqa: E731
+    outputs = jax.eval_shape(local, *jax.tree.unflatten(in_tree, whole))
+    in_dims, out_dims = names(arrays, jax.tree.leaves(outputs, is_leaf=lambda a: a is None))
+    out_tree = jax.tree.structure(outputs)
 
     def flat_local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.tree.leaves(local(*jax.tree.unflatten(in_tree, arrays))))
 
-    def summed(leading: tuple[Any, ...]) -> Callable[..., tuple[jax.Array, ...]]:
-        axes = tuple(jax.tree.leaves(leading))
+    def mesh_axes(specs: Sequence[Any]) -> dict[str, Dims]:
+        """The mesh axes of each dimension: those of the first input in which it is split, but for
+        an axis that another dimension of some array has already.
+        """
+        axes: dict[str, Dims] = dict.fromkeys(over, ())
+        for dims, spec in zip(in_dims, specs, strict=True):
+            for dim, part in zip(dims, spec, strict=False):
+                if dim in over and not axes[dim]:
+                    beside = {d for all_dims in (*in_dims, *out_dims) if dim in all_dims
+                              for d in all_dims}  # fmt: skip
+                    taken = {axis for d in beside for axis in axes.get(d, ())}
+                    axes[dim] = tuple(a for a in jax.tree.leaves(part) if a not in taken)
+        return axes
 
+    def local_sums(axes: dict[str, Dims]) -> Callable[..., tuple[jax.Array, ...]]:
         def fn(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(
-                out if is_rows(out) or not axes else jax.lax.psum(out, axes)
-                for out in flat_local(*arrays)
-            )
+            results = []
+            for out, dims in zip(flat_local(*arrays), out_dims, strict=True):
+                lacking = tuple(a for dim in summed if dim not in dims for a in axes[dim])
+                results.append(jax.lax.psum(out, lacking) if lacking else out)
+            return tuple(results)
 
         return fn
 
-    def specs(leading: tuple[Any, ...], arrays: Sequence[Any]) -> tuple[PartitionSpec, ...]:
-        rows, shared = PartitionSpec(*leading, None), PartitionSpec()
-        return tuple(rows if is_rows(a) else shared for a in arrays)
+    def specs(axes: dict[str, Dims], side: list[Dims]) -> tuple[PartitionSpec, ...]:
+        return tuple(PartitionSpec(*(axes.get(dim) or None for dim in dims)) for dims in side)
 
-    sharding = jax.typeof(x).sharding
+    sharding = jax.typeof(inputs[0]).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
-        leading = (*sharding.spec, *[None] * x.ndim)[: x.ndim - 1]
+        axes = mesh_axes([jax.typeof(a).sharding.spec for a in inputs])
+        placed = [
+            jax.sharding.reshard(a, NamedSharding(sharding.mesh, spec))
+            for a, spec in zip(inputs, specs(axes, in_dims), strict=True)
+        ]
         outputs = jax.shard_map(
-            summed(leading),
+            local_sums(axes),
             mesh=sharding.mesh,
-            in_specs=specs(leading, inputs),
-            out_specs=specs(leading, out_shapes),
+            in_specs=specs(axes, in_dims),
+            out_specs=specs(axes, out_dims),
             check_vma=False,
-        )(*inputs)
+        )(*placed)
         return jax.tree.unflatten(out_tree, outputs)
 
     def partition(mesh: Any, arg_shapes: Any, _: Any) -> Any:
-        spec = arg_shapes[0].sharding.spec
-        leading = (*spec, *[None] * x.ndim)[: x.ndim - 1]
-        named = lambda arrays: tuple(NamedSharding(mesh, s) for s in specs(leading, arrays))  # noqa: E731
-        return mesh, summed(leading), named(out_shapes), named(inputs)
+        axes = mesh_axes([shape.sharding.spec for shape in arg_shapes])
+        named = lambda side: tuple(NamedSharding(mesh, spec) for spec in specs(axes, side))  # noqa: E731
+        return mesh, local_sums(axes), named(out_dims), named(in_dims)
 
-    leading_factors = "".join(f"row{i} " for i in range(x.ndim - 1))
-    rule = " -> ".join(
-        ", ".join(f"{leading_factors if is_rows(a) else ''}d{a.shape[-1]}" for a in side)
-        for side in (inputs, out_shapes)
-    )
-    # Each once, in the order in which the rule names them first.
-    last_factors = tuple(dict.fromkeys(f"d{a.shape[-1]}" for a in (*inputs, *out_shapes)))
+    every = dict.fromkeys(dim for dims in (*in_dims, *out_dims) for dim in dims)
     partitioned = custom_partitioning(flat_local)
     partitioned.def_partition(
-        partition=partition, sharding_rule=rule, need_replication_factors=last_factors
+        partition=partition,
+        sharding_rule=" -> ".join(", ".join(map(" ".join, side)) for side in (in_dims, out_dims)),
+        # Each once, in the order in which the rule names them first.
+        need_replication_factors=tuple(dim for dim in every if dim not in over),
     )
     call = jax.custom_batching.custom_vmap(partitioned)
 
     @call.def_vmap
     def _batched(axis_size: int, in_batched: Any, *arrays: jax.Array) -> Any:
-        # Rows of a batched call are not split; the kernel takes the batch as one more grid axis.
+        # What is batched is not split; the kernel takes the batch as one more grid axis.
         in_axes = tuple(0 if batched else None for batched in in_batched)
         outputs = jax.vmap(flat_local, in_axes, axis_size=axis_size)(*arrays)
         return outputs, (True,) * len(outputs)
 
     return jax.tree.unflatten(out_tree, call(*inputs))
+
+
+def _present(arrays: Sequence[Any]) -> list[Any]:
+    return [a for a in arrays if a is not None]

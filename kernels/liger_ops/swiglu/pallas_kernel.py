@@ -133,13 +133,10 @@ def _split(local: Any, gate: jax.Array, up: jax.Array | None, *others: jax.Array
     if up is None:
         return backend_pallas.split_rows(local, gate, up, *others)
 
-    def of_parts(*parts: jax.Array) -> Any:
-        return jax.tree.map(lambda a: a[..., None], local(*(part[..., 0] for part in parts)))
-
-    # To split_rows the last dimension is the one that stays whole.
-    arrays = (array[..., None] for array in (gate, up, *others))
-    outputs = backend_pallas.split_rows(of_parts, *arrays)
-    return jax.tree.map(lambda a: a[..., 0], outputs)
+    dims = tuple(f"d{i}" for i in range(gate.ndim))
+    inputs = ", ".join([" ".join(dims)] * (2 + len(others)))
+    outputs = ", ".join([" ".join(dims)] * (2 if others else 1))
+    return backend_pallas.split(local, f"{inputs} -> {outputs}", gate, up, *others, over=dims)
 
 
 @functools.partial(jax.jit, static_argnums=0)
