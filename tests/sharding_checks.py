@@ -178,9 +178,68 @@ def layer_norm_with_sharded_rows():
                 np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=1e-5, atol=1e-5)
 
 
+def rope_with_split_batch_time_or_heads():
+    """Tensor parallelism splits the heads of q and k over one axis; where k has too few, it stays
+    whole, and so do angles that all rows share.
+    """
+    q, k = (jax.random.normal(jax.random.key(i), (8, 8, n, 16)) for i, n in enumerate((8, 8)))
+    angles = jax.random.normal(jax.random.key(2), (2, 8, 8, 12))
+
+    def total(implementation, q, k, cos, sin):
+        a, b = jax_liger.rope(q, k, cos, sin, implementation=implementation)
+        return jnp.sum(jnp.sin(a)) + jnp.sum(jnp.cos(b))
+
+    whole, data = P(), "data"
+    placements = [  # of q, of k, and of the angles of every row and of all rows
+        (P(data), P(data), P(data), whole),
+        (P(None, data), P(None, data), P(None, data), P(data)),
+        (P(None, None, data), P(None, None, data), whole, whole),
+        (P(None, None, data), whole, whole, whole),
+        (P(None, None, None, None), P(None, None, data), whole, whole),
+    ]
+    for number, (q_spec, k_spec, per_row, shared) in enumerate(placements):
+        given = ((angles[:, 0], shared), (angles, per_row), (angles[:, :1], P(None, *shared)))
+        for angle, spec in given if number < 2 else given[:1]:
+            arrays = (q, k, *angle)
+            expected = jax.value_and_grad(functools.partial(total, "xla"), (0, 1))(*arrays)
+            for kind in (AxisType.Auto, AxisType.Explicit):
+                fn = jax.jit(jax.value_and_grad(functools.partial(total, "pallas"), (0, 1)))
+                on = mesh(kind)
+                placed = [
+                    jax.device_put(a, NamedSharding(on, s))
+                    for a, s in zip(arrays, (q_spec, k_spec, spec, spec), strict=True)
+                ]
+                compiled = fn.lower(*placed).compile()
+                text = compiled.as_text()
+                assert "all-gather" not in text and "all-to-all" not in text, (q_spec, spec, kind)
+                actual = compiled(*placed)
+                for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+                    np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=2e-5, atol=2e-5)
+                for a, x in zip(actual[1], placed[:2], strict=True):
+                    assert a.sharding.is_equivalent_to(x.sharding, 4), (a.sharding, x.sharding)
+
+
+def two_dimensions_of_one_array_on_one_axis():
+    """q says to split the batch over the axis, k to split time: one of them has to give way."""
+    q, k = (jax.random.normal(jax.random.key(i), (8, 8, 2, 16)) for i in range(2))
+    cos, sin = jax.random.normal(jax.random.key(2), (2, 8, 16))
+    fn = functools.partial(jax_liger.rope, implementation="pallas")
+    expected = jax_liger.rope(q, k, cos, sin, implementation="xla")
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        on = mesh(kind)
+        placed = [
+            jax.device_put(a, NamedSharding(on, s))
+            for a, s in ((q, P("data")), (k, P(None, "data")), (cos, P()), (sin, P()))
+        ]
+        for a, e in zip(jax.jit(fn)(*placed), expected, strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=2e-5, atol=2e-5)
+
+
 CHECKS = {
     "cross_entropy_with_sharded_rows": cross_entropy_with_sharded_rows,
     "layer_norm_with_sharded_rows": layer_norm_with_sharded_rows,
+    "rope_with_split_batch_time_or_heads": rope_with_split_batch_time_or_heads,
+    "two_dimensions_of_one_array_on_one_axis": two_dimensions_of_one_array_on_one_axis,
     "swiglu_with_split_features": swiglu_with_split_features,
     "jit_with_sharded_rows": jit_with_sharded_rows,
     "jit_with_sharded_time_or_columns": jit_with_sharded_time_or_columns,

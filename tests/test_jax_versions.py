@@ -24,6 +24,18 @@ def test_gated_activations_forward_and_backward():
     assert_kernel_equals_plain(loss, gate, up)
 
 
+def test_rope_forward_and_backward():
+    q, k = (jax.random.normal(jax.random.key(n), (2, 3, n, 12)) for n in (5, 2))
+    cos, sin = jax.random.normal(jax.random.key(0), (2, 3, 8))
+
+    def loss(implementation, *inputs):
+        half = jax_liger.rope(*inputs, implementation=implementation)
+        interleaved = jax_liger.rope(*inputs, layout="interleaved", implementation=implementation)
+        return sum(jnp.sum(jnp.sin(y)) for y in (*half, *interleaved))
+
+    assert_kernel_equals_plain(loss, q, k, cos, sin)
+
+
 def test_rms_norm_forward_and_backward():
     x = jax.random.normal(jax.random.key(0), (5, 70), jnp.float32)
     residual = jax.random.normal(jax.random.key(1), (5, 70), jnp.float32)

@@ -110,6 +110,28 @@ def test_cross_entropy(rows, classes, dtype, everything):
     assert backend_pallas.is_triton_call(text)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("heads, kv_heads, size, rotary_dim", [
+    (32, 8, 128, 128), (28, 4, 80, 32), (71, 1, 64, 64), (9, 3, 96, 40), (1, 1, 7, 6),
+])  # fmt: skip
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_rope(heads, kv_heads, size, rotary_dim, dtype, layout):
+    rope = functools.partial(jax_liger.rope, layout=layout, implementation="pallas")
+
+    def total(*arrays):
+        return sum(jnp.sum(y).astype(jnp.float32) for y in rope(*arrays))
+
+    inputs = shapes((2, 5, heads, size), (2, 5, kv_heads, size), dtype=dtype)
+    inputs += shapes((2, 5, rotary_dim), (2, 5, rotary_dim), dtype=jnp.float32)
+    for fn in (rope, jax.grad(total, (0, 1)), jax.grad(total, 1)):
+        assert backend_pallas.is_triton_call(backend_pallas.lower_to_cuda(fn, *inputs))
+    batched = shapes((3, 2, 5, heads, size), dtype=dtype)
+    text = backend_pallas.lower_to_cuda(
+        jax.vmap(rope, (0, None, None, None)), *batched, *inputs[1:]
+    )
+    assert backend_pallas.is_triton_call(text)
+
+
 def test_under_a_checked_shard_map_the_weight_gradient_is_summed_once():
     norm = functools.partial(jax_liger.rms_norm, implementation="pallas")
     device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
