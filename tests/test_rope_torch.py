@@ -48,7 +48,7 @@ def sentinels(view, buffer):
     return buffer[~inside]
 
 
-@pytest.mark.parametrize("heads, kv_heads", cases.HEAD_COUNTS)
+@pytest.mark.parametrize("heads, kv_heads", [heads[:2] for heads in cases.HEADS])
 @pytest.mark.parametrize("size, rotary_dim, layout", [
     (64, 64, "half"), (80, 80, "interleaved"), (96, 32, "half"), (128, 40, "interleaved"),
     (256, 256, "half"),

@@ -98,8 +98,8 @@ class Case:
         return np.repeat(angles, 2, axis=-1)
 
 
-HEAD_COUNTS = ((28, 4), (14, 2), (9, 3), (6, 1), (71, 1), (32, 8))
-HEAD_DIMS = (64, 80, 96, 128, 256)
+# Heads of q and of k, and head sizes: few of them powers of two.
+HEADS = ((28, 4, 64), (14, 2, 80), (9, 3, 96), (6, 1, 128), (71, 1, 16), (32, 8, 256))
 _LAYOUTS, _DTYPES = ("half", "interleaved"), ("float32", "bfloat16", "float16")
 _PER_ROW = "per row"
 CASES = [
@@ -113,21 +113,19 @@ CASES = [
     ),
     *(
         Case(
-            f"{layout}-heads-{heads}-{kv_heads}", 1, 2, heads, kv_heads, 8,
+            f"{layout}-heads-{heads}-{kv_heads}-size-{size}", 1, 2, heads, kv_heads, size,
             dtype="bfloat16", layout=layout,
         )
-        for layout, (heads, kv_heads) in itertools.product(_LAYOUTS, HEAD_COUNTS)
-    ),
-    *(
-        Case(f"{layout}-size-{size}", 1, 3, 2, 1, size, dtype="bfloat16", layout=layout)
-        for layout, size in itertools.product(_LAYOUTS, HEAD_DIMS)
+        for layout, (heads, kv_heads, size) in itertools.product(_LAYOUTS, HEADS)
     ),
     *(
         Case(
             f"{layout}-partial-{size}-of-128", 1, 4, 2, 1, 128, size,
             layout=layout, dtype=dtype, positions=(0, 1, 777, 2000),
         )
-        for layout, size, dtype in itertools.product(_LAYOUTS, (32, 40), ("float32", "bfloat16"))
+        for layout, (size, dtype) in itertools.product(
+            _LAYOUTS, ((32, "float32"), (40, "bfloat16"))
+        )
     ),
     Case("mixed-dtypes", dtype="bfloat16", kv_dtype="float32", angles=_PER_ROW),
     Case("mixed-dtypes-interleaved", dtype="float16", kv_dtype="bfloat16", layout="interleaved"),
@@ -137,6 +135,7 @@ CASES = [
     Case("smallest", 1, 1, 1, 1, 2, positions=(3,)),
     Case("many-positions", 2, 67, 3, 1, 6, 4, angles=_PER_ROW),
     Case("odd-head-size", head_dim=7, rotary_dim=6, layout="interleaved"),
+    Case("no-kv-heads", kv_heads=0),
     Case("no-rows", batch=0),
     Case("no-positions", time=0, angles="one"),
 ]  # fmt: skip

@@ -136,14 +136,14 @@ def _rotate_kernel(
     sin_at = sin_ptr + b * sin_stride_b + t * sin_stride_t
     cos_1, cos_2 = _load_pairs(cos_at, row_fits, ROWS_FULL, R, HALF, INTERLEAVED)
     sin_1, sin_2 = _load_pairs(sin_at, row_fits, ROWS_FULL, R, HALF, INTERLEAVED)
-    if q_ptr is not None:
+    if BLOCK_N > 0:
         q_head, q_fits = _heads(share, N, SHARES, BLOCK_N)
         q_fits = row_fits & q_fits
         q_at = q_ptr + b * q_stride_b + t * q_stride_t + q_head * q_stride_n
         q_1, q_2 = _load_pairs(q_at, q_fits, Q_FULL, R, HALF, INTERLEAVED)
         if R < H:
             q_rest = _load(q_at, q_fits, Q_FULL, R, H - R, REST)
-    if k_ptr is not None:
+    if BLOCK_K > 0:
         k_head, k_fits = _heads(share, K, SHARES, BLOCK_K)
         k_fits = row_fits & k_fits
         k_at = k_ptr + b * k_stride_b + t * k_stride_t + k_head * k_stride_n
@@ -153,13 +153,13 @@ def _rotate_kernel(
 
     if BACKWARDS:
         sin_1, sin_2 = -sin_2, -sin_1
-    if q_ptr is not None:
+    if BLOCK_N > 0:
         q_to = q_out_ptr + b * q_out_stride_b + t * q_out_stride_t + q_head * q_out_stride_n
         y_1, y_2 = q_1 * cos_1 - q_2 * sin_1, q_2 * cos_2 + q_1 * sin_2
         _store_pairs(q_to, y_1, y_2, q_fits, Q_FULL, R, HALF, INTERLEAVED)
         if R < H:
             _store(q_to, q_rest, q_fits, Q_FULL, R, H - R, REST)
-    if k_ptr is not None:
+    if BLOCK_K > 0:
         k_to = k_out_ptr + b * k_out_stride_b + t * k_out_stride_t + k_head * k_out_stride_n
         y_1, y_2 = k_1 * cos_1 - k_2 * sin_1, k_2 * cos_2 + k_1 * sin_2
         _store_pairs(k_to, y_1, y_2, k_fits, K_FULL, R, HALF, INTERLEAVED)
@@ -211,23 +211,18 @@ def _empty(like: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _rotate(q, k, cos, sin, layout: str, backwards: bool) -> tuple[Any, Any]:
-    """q and k in their own dtypes; None stays None."""
+    """q and k, not both None, in their own dtypes; None stays None."""
     q, k, cos, sin = _rows(q), _rows(k), _rows(cos), _rows(sin)
-    outputs = _empty(q), _empty(k)
-    # What has no elements is not rotated.
-    (q, q_out), (k, k_out) = (
-        (x, y) if x is not None and x.numel() else (None, None)
-        for x, y in zip((q, k), outputs, strict=True)
+    q_out, k_out = _empty(q), _empty(k)
+    of = backend_triton.metadata
+    launch = backend_triton.kept(
+        _LAUNCHES,
+        lambda: (of(q), of(k), of(cos), of(sin), layout, backwards),
+        lambda: _launch(q, k, cos, sin, q_out, k_out, layout, backwards),
     )
-    if q is not None or k is not None:
-        of = backend_triton.metadata
-        launch = backend_triton.kept(
-            _LAUNCHES,
-            lambda: (of(q), of(k), of(cos), of(sin), layout, backwards),
-            lambda: _launch(q, k, cos, sin, q_out, k_out, layout, backwards),
-        )
+    if launch.programs:
         launch(cos, sin, q, k, q_out, k_out)
-    return outputs
+    return q_out, k_out
 
 
 class _Rope(torch.autograd.Function):
@@ -262,10 +257,10 @@ class _Rope(torch.autograd.Function):
             dcos, dsin = eager.gradients_of_angles(
                 ((q, dq), (k, dk)), cos, sin, ctx.layout, ctx.backwards
             )
-        rotate = _apply if backend_triton.creates_graph() else _rotate
-        dq, dk = rotate(
-            dq if need_q else None, dk if need_k else None, cos, sin, ctx.layout, not ctx.backwards
-        )
+        dq, dk = dq if need_q else None, dk if need_k else None
+        if dq is not None or dk is not None:
+            rotate = _apply if backend_triton.creates_graph() else _rotate
+            dq, dk = rotate(dq, dk, cos, sin, ctx.layout, not ctx.backwards)
         return dq, dk, dcos if need_cos else None, dsin if need_sin else None, None, None
 
 
