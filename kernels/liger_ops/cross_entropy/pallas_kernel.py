@@ -106,7 +106,7 @@ def _forward_kernel(
         return new_best, total, smooth, at
 
     zeros = jnp.zeros((columns,), jnp.float32)
-    carry = (
+    carry: Any = (
         jnp.full((columns,), _MINUS_INFINITY, jnp.float32),
         zeros,
         zeros if settings.label_smoothing else None,
