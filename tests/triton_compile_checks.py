@@ -134,7 +134,7 @@ def cross_entropy(classes: int, dtype: str, everything: bool) -> None:
 
 
 def rope(heads: int, kv_heads: int, head_dim: int, size: int, dtype: str, layout: str) -> None:
-    config, pointer = RopeConfig.for_shape(heads, kv_heads, head_dim), TYPES[dtype]
+    config, pointer = RopeConfig.for_shape(4096, heads, kv_heads, head_dim), TYPES[dtype]
     shares, block_n, block_k = config.deal(heads, kv_heads)
     kernel = rope_kernel._rotate_kernel
     arguments = {

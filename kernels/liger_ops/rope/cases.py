@@ -22,17 +22,22 @@ class Config:
     num_warps: int
 
     @classmethod
-    def for_shape(cls, heads: int, kv_heads: int, head_dim: int) -> "Config":
-        """4096 elements of q, 16 a thread, so all 32 heads of a LLaMA's position at once.
+    def for_shape(cls, num_rows: int, heads: int, kv_heads: int, head_dim: int) -> "Config":
+        """The tiles for `num_rows` positions in all, by a sweep on an H200: docs/memory_bound.md.
 
-        Not yet measured on a GPU.
+        All heads of a position at once, up to 4096 elements of q, 32 a thread; where positions are
+        too few to fill the card so, 8 heads of two.
         """
         most, width = max(heads, kv_heads, 1), power_of_two(head_dim)
-        # A tile has 2^i heads. Where there are not, smaller tiles leave fewer of them empty: 71
+        if num_rows <= 512:
+            return cls(2, min(power_of_two(most), 8, max(2048 // width, 1)), 4)
+        # A tile has 2^i heads. Where that leaves many of them empty, smaller tiles leave fewer: 71
         # heads are nine tiles of 8, or one of 128.
-        block_heads = most if most == power_of_two(most) else min(power_of_two(most), 8)
+        block_heads = power_of_two(most)
+        if 4 * most < 3 * block_heads:
+            block_heads = min(block_heads, 8)
         block_heads = min(block_heads, max(4096 // width, 1))
-        return cls(min(max(4096 // (block_heads * width), 1), 16), block_heads, 8)
+        return cls(min(max(2048 // (block_heads * width), 1), 16), block_heads, 4)
 
     def deal(self, heads: int, kv_heads: int) -> tuple[int, int, int]:
         """Programs for each block of positions, and the tile's heads of q and of k, 0 for none."""
@@ -134,6 +139,9 @@ CASES = [
     Case("more-kv-heads-than-heads", heads=2, kv_heads=5),
     Case("smallest", 1, 1, 1, 1, 2, positions=(3,)),
     Case("many-positions", 2, 67, 3, 1, 6, 4, angles=_PER_ROW),
+    # More than 512 take other tiles.
+    Case("more-positions", 2, 300, 3, 1, 16, angles=_PER_ROW),
+    Case("more-positions-9-heads", 2, 300, 9, 1, 6, 4, "bfloat16", layout="interleaved"),
     Case("odd-head-size", head_dim=7, rotary_dim=6, layout="interleaved"),
     Case("no-kv-heads", kv_heads=0),
     Case("no-rows", batch=0),

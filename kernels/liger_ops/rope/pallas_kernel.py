@@ -135,7 +135,7 @@ def _run(settings: _Settings, q: Any, k: Any, cos: jax.Array, sin: jax.Array) ->
         heads, kv_heads = (0 if x is None else x.shape[2] for x in given)
         rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), given)
         num_rows, _, head_dim = jax.tree.leaves(rows)[0].shape
-        config = Config.for_shape(heads, kv_heads, head_dim)
+        config = Config.for_shape(num_rows, heads, kv_heads, head_dim)
         rotated = backend_pallas.pallas_call(
             functools.partial(_rotate_kernel, settings=settings, config=config),
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows),

@@ -174,7 +174,7 @@ _LAUNCHES: dict[Any, backend_triton.Launch] = {}
 def _launch(q, k, cos, sin, q_out, k_out, layout: str, backwards: bool) -> backend_triton.Launch:
     (batch, time, _, head_dim), size = (k if q is None else q).shape, cos.shape[-1]
     heads, kv_heads = (0 if x is None else x.shape[2] for x in (q, k))
-    config = Config.for_shape(heads, kv_heads, head_dim)
+    config = Config.for_shape(batch * time, heads, kv_heads, head_dim)
     shares, block_n, block_k = config.deal(heads, kv_heads)
     strides = [
         *(s for angle in (cos, sin) for s in _angle_strides(angle)),
