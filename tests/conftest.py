@@ -20,6 +20,16 @@ if not HAS_GPU:
 else:
     # Both frameworks share the card in these tests.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")  # gives back what it frees
+
+
+@pytest.fixture(autouse=HAS_GPU)
+def _give_memory_back():
+    """Several processes may run these tests, and each keeps what PyTorch has freed."""
+    yield
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

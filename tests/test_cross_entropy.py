@@ -156,7 +156,8 @@ def test_an_ignored_row_changes_nothing(implementation, reduction):
         rows = np.insert(logits, 1, held, axis=0)
         out = loss_of(implementation, rows, np.insert(labels, 1, -100), **settings)
         assert not out["dlogits"][1].any()
-        np.testing.assert_array_equal(np.delete(out["dlogits"], 1, axis=0), alone["dlogits"])
+        others = np.delete(out["dlogits"], 1, axis=0)
+        np.testing.assert_allclose(others, alone["dlogits"], rtol=1e-6)
         if reduction == "none":
             assert out["loss"][1] == 0
             out["loss"] = np.delete(out["loss"], 1)

@@ -97,7 +97,7 @@ def _forward_kernel(
             smooth += jnp.sum(below, axis=0)
         highest = jnp.max(l, axis=0)
         if at is not None:
-            here = start + jnp.argmax(l, axis=0).astype(jnp.int32) * columns + column
+            here = start + jax.lax.argmax(l, 0, jnp.int32) * columns + column
             at = jnp.where(highest > best, here, at)
         new_best = jnp.maximum(best, highest)
         # Where nothing but -inf was seen so far:

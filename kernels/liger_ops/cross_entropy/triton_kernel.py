@@ -400,7 +400,7 @@ def _backward(logits, labels, class_weight, saved, dloss, dz, settings: Settings
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Outputs loss, z_loss, accuracy and predicted; the last three are None if not asked for."""
+    """Outputs those of loss, z_loss, accuracy and predicted that are asked for."""
 
     @staticmethod
     def forward(ctx: Any, logits, labels, class_weight, num_items, settings: Settings):
@@ -412,10 +412,12 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if out.accuracy is not None:
             ctx.mark_non_differentiable(out.accuracy, out.predicted)
-        return out[:4]
+        # Only tensors: torch.compile stumbles over a None among the outputs.
+        return tuple(output for output in out[:4] if output is not None)
 
     @staticmethod
-    def backward(ctx: Any, dloss, dz, *_):  # type: ignore[override]
+    def backward(ctx: Any, dloss, *others):  # type: ignore[override]
+        dz = others[0] if ctx.settings.z_loss > 0.0 else None
         logits, labels, class_weight, num_items, *saved = ctx.saved_tensors
         if dloss is None and dz is None:
             return None, None, None, None, None
@@ -447,7 +449,9 @@ def cross_entropy(
         num_items = num_items.float()
     if torch.is_grad_enabled() and logits.requires_grad:
         outputs = _CrossEntropy.apply(logits, labels, class_weight, num_items, given)
-    else:
-        outputs = _forward(logits, labels, class_weight, num_items, given)[:4]
-    loss, z_loss, accuracy, predicted = outputs
-    return loss, z_loss, Metrics(accuracy, predicted) if given.return_metrics else None
+        loss, *others = outputs
+        z_loss = others.pop(0) if given.z_loss > 0.0 else None
+        return loss, z_loss, Metrics(*others) if given.return_metrics else None
+    out = _forward(logits, labels, class_weight, num_items, given)
+    metrics = Metrics(out.accuracy, out.predicted) if given.return_metrics else None
+    return out.loss, out.z_loss, metrics
