@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from liger_ops import row_sums
-from liger_ops.cross_entropy import triton_kernel as cross_entropy_kernel
+from liger_ops.cross_entropy import triton_rows
 from liger_ops.cross_entropy.cases import Config as CrossEntropyConfig
 from liger_ops.layer_norm import triton_kernel as layer_norm_kernel
 from liger_ops.layer_norm import triton_wide as layer_norm_wide
@@ -124,13 +124,14 @@ def cross_entropy(classes: int, dtype: str, everything: bool) -> None:
         "ignore_index": "i32",
         **dict.fromkeys(("label_smoothing", "softcap", "z_loss"), "fp32"),
         "V": classes, "STEPS": config.forward_steps, "COLUMNS": config.forward_columns,
-        "SMOOTH": everything, "CAP": everything, "ADD_Z": everything, "SUM": True,
+        "bias_ptr": extra, "logit_scale": "fp32", "SCALE": everything,
+        "SMOOTH": everything, "CAP": everything, "ADD_Z": everything,
     }  # fmt: skip
-    kernels = cross_entropy_kernel
-    compile_kernel(kernels._forward_kernel, arguments, config.forward_warps)
+
+    compile_kernel(triton_rows.forward_kernel, arguments, config.forward_warps)
     arguments["BLOCK"] = config.backward_block
-    compile_kernel(kernels._backward_kernel, arguments, config.backward_warps)
-    compile_kernel(kernels._reduce_kernel, {**arguments, "BLOCK": 1024}, 8)
+    compile_kernel(triton_rows.backward_kernel, arguments, config.backward_warps)
+    compile_kernel(triton_rows.reduce_kernel, {**arguments, "BLOCK": 1024}, 8)
 
 
 def rope(heads: int, kv_heads: int, head_dim: int, size: int, dtype: str, layout: str) -> None:

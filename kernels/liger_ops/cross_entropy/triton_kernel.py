@@ -1,401 +1,35 @@
-"""Cross-entropy in Triton for PyTorch.
+"""Cross-entropy in Triton for PyTorch: the autograd.Function and the entry point.
 
-Kernels, then launchers, then the autograd.Function, then the entry point. The forward reads the
-logits once and keeps two numbers a token, the largest logit and the logarithm of the sum over the
-others relative to it; the backward reads the logits once more and writes their gradient.
+The kernels are in triton_rows.py, their launchers in triton_launch.py.
 """
 
-# Names that exist on one side of a constexpr:
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from liger_ops import backend_triton
-from liger_ops.backend_triton import empty, row_stride, rows
-from liger_ops.cross_entropy import eager
-from liger_ops.cross_entropy.cases import Config
+from liger_ops.backend_triton import empty
+from liger_ops.cross_entropy import eager, triton_launch
 from liger_ops.cross_entropy.check import Metrics
+from liger_ops.cross_entropy.triton_launch import Constants, Settings, Tokens, Totals
 
 
-class Settings(NamedTuple):
-    ignore_index: int
-    label_smoothing: float
-    softcap: float | None
-    z_loss: float
-    reduction: str
-    return_metrics: bool
-
-
-@triton.jit
-def _cap(x, softcap):
-    """softcap tanh(x / softcap)."""
-    u = x / softcap
-    e = tl.exp(-2.0 * tl.abs(u))
-    large = (1.0 - e) / (1.0 + e)
-    # Near 0, where 1 - e cancels, the Taylor series: its next term is below 1e-8 of it.
-    u2 = u * u
-    series = 1.0 + u2 * (-1.0 / 3 + u2 * (2.0 / 15 + u2 * (-17.0 / 315 + u2 * (62.0 / 2835))))
-    tanh = tl.where(u2 < 0.0625, u * series, tl.where(u < 0.0, -large, large))
-    return softcap * tanh
-
-
-@triton.jit
-def _cap_slope(x, softcap):
-    """1 - tanh(x / softcap)^2, which keeps its precision where tanh is close to 1."""
-    e = tl.exp(-2.0 * tl.abs(x / softcap))
-    return 4.0 * e / ((1.0 + e) * (1.0 + e))
-
-
-@triton.jit
-def _forward_kernel(
-    logits_ptr,  # (M, V)
-    labels_ptr,  # (M,) of any integer type
-    weight_ptr,  # (V,) or None
-    weight_sum_ptr,  # scalar float32 or None: the sum over weight_ptr
-    ce_ptr,  # (M,) float32
-    z_ptr,  # (M,) float32 or None
-    statistics_ptr,  # (M, 2) float32: the largest logit, and log sum exp relative to it
-    predicted_ptr,  # (M,) int64 or None
-    logits_stride,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-    V: tl.constexpr,
-    STEPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    CAP: tl.constexpr,
-    ADD_Z: tl.constexpr,
-):
-    """One token a program. The maximum and the sum are kept a column, so that a tile costs no
-    exchange between threads and little more than one exponential a logit.
-    """
-    TILE: tl.constexpr = STEPS * COLUMNS
-    row = tl.program_id(0).to(tl.int64)
-    label = tl.load(labels_ptr + row)
-    logits_ptr += row * logits_stride
-    ce = 0.0
-    z = 0.0
-    top = 0.0
-    log_total = 0.0
-    predicted = tl.full((), -1, tl.int64)
-    if label != ignore_index:
-        valid = (label >= 0) & (label < V)
-        y = tl.where(valid, label, 0)
-        label_logit = tl.load(logits_ptr + y).to(tl.float32)
-        if CAP:
-            label_logit = _cap(label_logit, softcap)
-        weight = 1.0
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + y).to(tl.float32)
-        # What the smoothing's sum is relative to, so that a common offset does not cancel in it.
-        base = tl.where(label_logit == float("-inf"), 0.0, label_logit)
-
-        best = tl.full((COLUMNS,), float("-inf"), tl.float32)
-        total = tl.zeros((COLUMNS,), tl.float32)
-        smooth = tl.zeros((COLUMNS,), tl.float32)
-        at = tl.zeros((COLUMNS,), tl.int32)
-        tile = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        for start in range(0, V, TILE):
-            cols = start + tile
-            inside = cols < V
-            l = tl.load(logits_ptr + cols, mask=inside, other=float("-inf"))  # noqa: E741
-            l = l.to(tl.float32)  # noqa: E741
-            if CAP:
-                l = tl.where(inside, _cap(l, softcap), float("-inf"))  # noqa: E741
-            if SMOOTH:
-                below = tl.where(inside, l - base, 0.0)
-                if weight_ptr is not None:
-                    below *= tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-                smooth += tl.sum(below, axis=0)
-            highest = tl.max(l, axis=0)
-            if predicted_ptr is not None:
-                steps = tl.argmax(l, axis=0, tie_break_left=True)
-                here = start + steps * COLUMNS + tl.arange(0, COLUMNS)
-                at = tl.where(highest > best, here, at)
-            new_best = tl.maximum(best, highest)
-            shift = tl.where(new_best == float("-inf"), 0.0, new_best)  # nothing but -inf so far
-            total = total * tl.exp(best - shift) + tl.sum(tl.exp(l - shift[None, :]), axis=0)
-            best = new_best
-
-        top = tl.max(best, axis=0)
-        log_total = tl.log(tl.sum(total * tl.exp(best - top), axis=0))
-        ce = (1.0 - label_smoothing) * weight * (log_total + (top - label_logit))
-        if SMOOTH:
-            weight_sum = V * 1.0
-            if weight_sum_ptr is not None:
-                weight_sum = tl.load(weight_sum_ptr)
-            below = weight_sum * (log_total + (top - base)) - tl.sum(smooth, axis=0)
-            ce += label_smoothing / V * below
-        z = z_loss * (top + log_total) * (top + log_total)
-        ce = tl.where(valid, ce, float("nan"))
-        z = tl.where(valid, z, float("nan"))
-        if ADD_Z:
-            ce += z
-        if predicted_ptr is not None:
-            predicted = tl.min(tl.where(best == top, at.to(tl.int64), V - 1), axis=0)
-    tl.store(ce_ptr + row, ce)
-    tl.store(statistics_ptr + 2 * row, top)
-    tl.store(statistics_ptr + 2 * row + 1, log_total)
-    if z_ptr is not None:
-        tl.store(z_ptr + row, z)
-    if predicted_ptr is not None:
-        tl.store(predicted_ptr + row, predicted)
-
-
-@triton.jit
-def _inverse(count):
-    """1 / count, and 0 of 0: nothing to average is 0 and not NaN."""
-    return tl.where(count == 0.0, 0.0, 1.0 / tl.where(count == 0.0, 1.0, count))
-
-
-@triton.jit
-def _reduce_kernel(
-    ce_ptr,  # (M,)
-    z_ptr,  # (M,) or None
-    labels_ptr,  # (M,)
-    weight_ptr,  # (V,) or None
-    predicted_ptr,  # (M,) or None
-    num_items_ptr,  # scalar float32 or None
-    loss_ptr,  # scalar
-    z_loss_ptr,  # scalar or None
-    accuracy_ptr,  # scalar or None
-    factors_ptr,  # (2,) or None: what a token's ce and z are multiplied by in the mean
-    num_rows,
-    ignore_index,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SUM: tl.constexpr,
-):
-    """Everything that is one number a batch, in a fixed order, by one program."""
-    ce = tl.zeros((BLOCK,), tl.float32)
-    z = tl.zeros((BLOCK,), tl.float32)
-    weights = tl.zeros((BLOCK,), tl.float32)
-    count = tl.zeros((BLOCK,), tl.int32)
-    right = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, num_rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        inside = row < num_rows
-        label = tl.load(labels_ptr + row, mask=inside, other=0)
-        supervised = inside & (label != ignore_index)
-        count += supervised.to(tl.int32)
-        if SUM:
-            ce += tl.load(ce_ptr + row, mask=inside, other=0.0)
-            if z_ptr is not None:
-                z += tl.load(z_ptr + row, mask=inside, other=0.0)
-        if weight_ptr is not None:
-            valid = supervised & (label >= 0) & (label < V)
-            weights += tl.load(weight_ptr + label, mask=valid, other=0.0).to(tl.float32)
-        if predicted_ptr is not None:
-            predicted = tl.load(predicted_ptr + row, mask=inside, other=-1)
-            right += (supervised & (predicted == label)).to(tl.int32)
-    tokens = tl.sum(count, axis=0).to(tl.float32)
-    if accuracy_ptr is not None:
-        tl.store(accuracy_ptr, tl.sum(right, axis=0) / tl.maximum(tokens, 1.0))
-    if SUM:
-        ce_factor = 1.0
-        z_factor = 1.0
-        if factors_ptr is not None:
-            ce_items = tokens
-            z_items = tokens
-            if weight_ptr is not None:
-                ce_items = tl.sum(weights, axis=0)
-            if num_items_ptr is not None:
-                ce_items = tl.load(num_items_ptr)
-                z_items = ce_items
-            ce_factor = _inverse(ce_items)
-            z_factor = _inverse(z_items)
-            tl.store(factors_ptr, ce_factor)
-            tl.store(factors_ptr + 1, z_factor)
-        z_loss = tl.sum(z, axis=0) * z_factor
-        tl.store(loss_ptr, tl.sum(ce, axis=0) * ce_factor + z_loss)
-        if z_loss_ptr is not None:
-            tl.store(z_loss_ptr, z_loss)
-
-
-@triton.jit
-def _backward_kernel(
-    logits_ptr,  # (M, V)
-    labels_ptr,  # (M,)
-    weight_ptr,  # (V,) or None
-    weight_sum_ptr,  # scalar float32 or None
-    statistics_ptr,  # (M, 2) float32
-    factors_ptr,  # (2,) or None
-    dloss_ptr,  # (M,), one for all where the stride is 0, or None
-    dz_ptr,  # as dloss_ptr
-    dlogits_ptr,  # (M, V)
-    logits_stride,
-    dloss_stride,
-    dz_stride,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    CAP: tl.constexpr,
-):
-    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    cols = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < V
-    label = tl.load(labels_ptr + row)
-    supervised = label != ignore_index
-    read = cols < tl.where(supervised, V, 0)  # an ignored row is not read
-    x = tl.load(logits_ptr + row * logits_stride + cols, mask=read, other=0.0)
-    top = tl.load(statistics_ptr + 2 * row)
-    log_total = tl.load(statistics_ptr + 2 * row + 1)
-    g = 0.0
-    if dloss_ptr is not None:
-        g = tl.load(dloss_ptr + row * dloss_stride).to(tl.float32)
-    h = g
-    if dz_ptr is not None:
-        h += tl.load(dz_ptr + row * dz_stride).to(tl.float32)
-    if factors_ptr is not None:
-        g *= tl.load(factors_ptr)
-        h *= tl.load(factors_ptr + 1)
-    valid = (label >= 0) & (label < V)
-    target = g * (1.0 - label_smoothing)
-    if weight_ptr is not None:
-        target *= tl.load(weight_ptr + tl.where(valid, label, 0)).to(tl.float32)
-    of_p = target + 2.0 * h * z_loss * (top + log_total)
-    if SMOOTH:
-        weight_sum = V * 1.0
-        if weight_sum_ptr is not None:
-            weight_sum = tl.load(weight_sum_ptr)
-        of_p += g * label_smoothing * weight_sum / V
-    of_p = tl.where(valid, of_p, float("nan"))
-
-    x = tl.where(read, x.to(tl.float32), top)  # nothing that overflows
-    l = _cap(x, softcap) if CAP else x  # noqa: E741
-    p = tl.exp((l - top) - log_total)
-    dl = p * of_p - tl.where(cols == label, target, 0.0)
-    if SMOOTH:
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-            dl -= g * label_smoothing / V * weight
-        else:
-            dl -= g * label_smoothing / V
-    if CAP:
-        dl *= _cap_slope(x, softcap)
-    dx = tl.where(supervised, dl, 0.0)
-    tl.store(dlogits_ptr + row * V + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=inside)
-
-
-# By the arguments' metadata: the launches depend on nothing else.
-_FORWARD_LAUNCHES: dict[Any, tuple[backend_triton.Launch, backend_triton.Launch]] = {}
-_BACKWARD_LAUNCHES: dict[Any, backend_triton.Launch] = {}
-
-
-def _scalars(s: Settings) -> tuple[float, float, float]:
-    return s.label_smoothing, 1.0 if s.softcap is None else s.softcap, s.z_loss
-
-
-def _plan_forward(logits: torch.Tensor, settings: Settings) -> Any:
+def _forward(
+    logits, labels, class_weight, num_items, settings: Settings
+) -> tuple[Totals, Tokens, Constants]:
+    shared = triton_launch.constants(class_weight, None, settings)
+    tokens = triton_launch.empty_tokens(labels, settings)
+    triton_launch.forward(logits, labels, shared, settings, tokens)
     classes = logits.shape[-1]
-    num_rows = logits.numel() // classes
-    config = Config.for_shape(classes)
-    smooth, cap = settings.label_smoothing > 0.0, settings.softcap is not None
-    add_z = settings.reduction == "none" and settings.z_loss > 0.0
-    forward = backend_triton.Launch(
-        _forward_kernel,
-        num_rows,
-        (row_stride(rows(logits)), settings.ignore_index, *_scalars(settings)),
-        (classes, config.forward_steps, config.forward_columns, smooth, cap, add_z),
-        config.forward_warps,
-    )
-    block = min(max(triton.next_power_of_2(num_rows), 16), 4096)
-    is_sum = settings.reduction != "none"
-    reduce = backend_triton.Launch(
-        _reduce_kernel, 1, (num_rows, settings.ignore_index), (classes, block, is_sum), 8
-    )
-    return forward, reduce
+    totals = triton_launch.reduce(tokens, labels, classes, class_weight, num_items, settings)
+    return totals, tokens, shared
 
 
-def _plan_backward(logits, dloss, dz, settings: Settings) -> backend_triton.Launch:
-    classes = logits.shape[-1]
-    config = Config.for_shape(classes)
-    strides = (0 if t is None or t.dim() == 0 else t.stride(0) for t in (dloss, dz))
-    return backend_triton.Launch(
-        _backward_kernel,
-        logits.numel() // classes * -(-classes // config.backward_block),
-        (row_stride(rows(logits)), *strides, settings.ignore_index, *_scalars(settings)),
-        (
-            classes,
-            config.backward_block,
-            settings.label_smoothing > 0.0,
-            settings.softcap is not None,
-        ),
-        config.backward_warps,
-    )
-
-
-class _Forward(NamedTuple):
-    """The results, and what only the backward wants."""
-
-    loss: torch.Tensor
-    z_loss: torch.Tensor | None
-    accuracy: torch.Tensor | None
-    predicted: torch.Tensor | None
-    statistics: torch.Tensor
-    factors: torch.Tensor | None
-    weight_sum: torch.Tensor | None
-
-
-def _forward(logits, labels, class_weight, num_items, settings: Settings) -> _Forward:
-    of = backend_triton.metadata
-    forward, reduce = backend_triton.kept(
-        _FORWARD_LAUNCHES,
-        lambda: (of(logits), of(labels), of(class_weight), of(num_items), settings),
-        lambda: _plan_forward(logits, settings),
-    )
-    new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=logits.device)  # noqa: E731
-    is_sum, has_z = settings.reduction != "none", settings.z_loss > 0.0
-    num_rows = labels.numel()
-    token_ce = new(num_rows) if is_sum else new(*labels.shape)
-    token_z = None if not has_z else new(num_rows) if is_sum else new(*labels.shape)
-    predicted = None
-    if settings.return_metrics:
-        predicted = torch.empty(labels.shape, dtype=torch.int64, device=labels.device)
-    weight_sum = None
-    if class_weight is not None and settings.label_smoothing:
-        weight_sum = class_weight.float().sum()
-    statistics = new(num_rows, 2)
-    if forward.programs:
-        forward(
-            rows(logits), labels, class_weight, weight_sum, token_ce, token_z, statistics, predicted
-        )
-    loss = new() if is_sum else token_ce
-    z_loss = None if not has_z else new() if is_sum else token_z
-    accuracy = new() if settings.return_metrics else None
-    factors = new(2) if settings.reduction == "mean" else None
-    if is_sum or accuracy is not None:
-        weight = class_weight if factors is not None else None
-        reduce(
-            token_ce, token_z, labels, weight, predicted, num_items, loss, z_loss, accuracy, factors
-        )
-    return _Forward(loss, z_loss, accuracy, predicted, statistics, factors, weight_sum)
-
-
-def _backward(logits, labels, class_weight, saved, dloss, dz, settings: Settings) -> torch.Tensor:
-    """dlogits; `saved` holds weight_sum, statistics and factors."""
-    dloss, dz = (t if t is None or t.dim() == 0 else t.reshape(-1) for t in (dloss, dz))
-    of = backend_triton.metadata
-    launch = backend_triton.kept(
-        _BACKWARD_LAUNCHES,
-        lambda: (of(logits), of(labels), of(class_weight), of(dloss), of(dz), settings),
-        lambda: _plan_backward(logits, dloss, dz, settings),
-    )
+def _backward(logits, labels, shared, settings, statistics, factors, dloss, dz) -> torch.Tensor:
     dlogits = empty(logits, logits.dtype)
-    if launch.programs:
-        launch(rows(logits), labels, class_weight, *saved, dloss, dz, dlogits)
+    triton_launch.backward(
+        logits, labels, shared, settings, statistics, factors, dloss, dz, into=dlogits
+    )
     return dlogits
 
 
@@ -404,32 +38,36 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits, labels, class_weight, num_items, settings: Settings):
-        out = _forward(logits, labels, class_weight, num_items, settings)
+        totals, tokens, shared = _forward(logits, labels, class_weight, num_items, settings)
         ctx.save_for_backward(
-            logits, labels, class_weight, num_items, out.weight_sum, out.statistics, out.factors
-        )
+            logits, labels, class_weight, num_items, shared.weight_sum, tokens.statistics,
+            totals.factors,
+        )  # fmt: skip
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        if out.accuracy is not None:
-            ctx.mark_non_differentiable(out.accuracy, out.predicted)
+        if settings.return_metrics:
+            ctx.mark_non_differentiable(totals.accuracy, tokens.predicted)
+        outputs = (totals.loss, totals.z_loss, totals.accuracy, tokens.predicted)
         # Only tensors: torch.compile stumbles over a None among the outputs.
-        return tuple(output for output in out[:4] if output is not None)
+        return tuple(output for output in outputs if output is not None)
 
     @staticmethod
     def backward(ctx: Any, dloss, *others):  # type: ignore[override]
-        dz = others[0] if ctx.settings.z_loss > 0.0 else None
-        logits, labels, class_weight, num_items, *saved = ctx.saved_tensors
+        settings = ctx.settings
+        dz = others[0] if settings.z_loss > 0.0 else None
+        logits, labels, class_weight, num_items, weight_sum, statistics, factors = ctx.saved_tensors
         if dloss is None and dz is None:
             return None, None, None, None, None
         if backend_triton.creates_graph():
             loss, z, _ = eager.cross_entropy(
-                logits, labels, class_weight, num_items, *ctx.settings[:-1], return_metrics=False
+                logits, labels, class_weight, num_items, *settings[:5], return_metrics=False
             )
             used = [(y, dy) for y, dy in ((loss, dloss), (z, dz)) if dy is not None]
             ys, dys = zip(*used, strict=True)
             (dlogits,) = backend_triton.differentiable_gradients(ys, (logits,), dys)
         else:
-            dlogits = _backward(logits, labels, class_weight, saved, dloss, dz, ctx.settings)
+            shared = Constants(class_weight, weight_sum)
+            dlogits = _backward(logits, labels, shared, settings, statistics, factors, dloss, dz)
         return dlogits, None, None, None, None
 
 
@@ -452,6 +90,6 @@ def cross_entropy(
         loss, *others = outputs
         z_loss = others.pop(0) if given.z_loss > 0.0 else None
         return loss, z_loss, Metrics(*others) if given.return_metrics else None
-    out = _forward(logits, labels, class_weight, num_items, given)
-    metrics = Metrics(out.accuracy, out.predicted) if given.return_metrics else None
-    return out.loss, out.z_loss, metrics
+    totals, tokens, _ = _forward(logits, labels, class_weight, num_items, given)
+    metrics = Metrics(totals.accuracy, tokens.predicted) if given.return_metrics else None
+    return totals.loss, totals.z_loss, metrics
