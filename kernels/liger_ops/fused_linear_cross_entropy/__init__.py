@@ -1,0 +1,1 @@
+"""The language model's head and its cross-entropy in one, without holding the logits."""
