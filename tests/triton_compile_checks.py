@@ -123,7 +123,8 @@ def cross_entropy(classes: int, dtype: str, everything: bool) -> None:
         **dict.fromkeys(("logits_stride", "dloss_stride", "dz_stride", "num_rows"), "i32"),
         "ignore_index": "i32",
         **dict.fromkeys(("label_smoothing", "softcap", "z_loss"), "fp32"),
-        "V": classes, "STEPS": config.forward_steps, "COLUMNS": config.forward_columns,
+        "first_class": "i32", "V": classes, "CLASSES": classes,
+        "STEPS": config.forward_steps, "COLUMNS": config.forward_columns,
         "bias_ptr": extra, "logit_scale": "fp32", "SCALE": everything,
         "SMOOTH": everything, "CAP": everything, "ADD_Z": everything,
     }  # fmt: skip
@@ -131,6 +132,8 @@ def cross_entropy(classes: int, dtype: str, everything: bool) -> None:
     compile_kernel(triton_rows.forward_kernel, arguments, config.forward_warps)
     arguments["BLOCK"] = config.backward_block
     compile_kernel(triton_rows.backward_kernel, arguments, config.backward_warps)
+    bias = {"dbias_ptr": "*fp32", "dz_ptr": None, "ROWS": 16, "BLOCK": 128}
+    compile_kernel(triton_rows.bias_gradient_kernel, {**arguments, **bias}, 4)
     compile_kernel(triton_rows.reduce_kernel, {**arguments, "BLOCK": 1024}, 8)
 
 

@@ -8,7 +8,12 @@ import triton
 from liger_ops import backend_triton
 from liger_ops.backend_triton import row_stride, rows
 from liger_ops.cross_entropy.cases import Config
-from liger_ops.cross_entropy.triton_rows import backward_kernel, forward_kernel, reduce_kernel
+from liger_ops.cross_entropy.triton_rows import (
+    backward_kernel,
+    bias_gradient_kernel,
+    forward_kernel,
+    reduce_kernel,
+)
 
 
 class Settings(NamedTuple):
@@ -69,6 +74,7 @@ class Totals(NamedTuple):
 _FORWARD_LAUNCHES: dict[Any, backend_triton.Launch] = {}
 _REDUCE_LAUNCHES: dict[Any, backend_triton.Launch] = {}
 _BACKWARD_LAUNCHES: dict[Any, backend_triton.Launch] = {}
+_BIAS_LAUNCHES: dict[Any, backend_triton.Launch] = {}
 
 
 def constants(
@@ -183,10 +189,13 @@ def backward(
     dloss: torch.Tensor | None,
     dz: torch.Tensor | None,
     into: torch.Tensor,
+    first_class: int = 0,
+    vocab: int | None = None,
 ) -> None:
     """Fills `into`, contiguous, with the gradient; it may be `logits` itself.
 
-    dloss and dz are scalars or one number a token, of any distance between them.
+    dloss and dz are scalars or one number a token, of any distance between them. The logits may be
+    those of a part of `vocab` classes, from first_class on.
     """
 
     def plan() -> backend_triton.Launch:
@@ -196,8 +205,8 @@ def backward(
         return backend_triton.Launch(
             backward_kernel,
             logits.numel() // classes * -(-classes // config.backward_block),
-            (row_stride(rows(logits)), *strides, *settings.scalars),
-            (classes, config.backward_block, *settings.flags),
+            (row_stride(rows(logits)), *strides, first_class, *settings.scalars),
+            (classes, vocab or classes, config.backward_block, *settings.flags),
             config.backward_warps,
         )
 
@@ -213,8 +222,43 @@ def backward(
             of(dloss),
             of(dz),
             settings,
+            first_class,
+            vocab,
         ),
         plan,
     )
     if launch.programs:
         launch(rows(logits), labels, *shared, statistics, factors, dloss, dz, into)
+
+
+def add_bias_gradient(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    shared: Constants,
+    settings: Settings,
+    statistics: torch.Tensor,
+    factors: torch.Tensor | None,
+    dloss: torch.Tensor | None,
+    into: torch.Tensor,
+) -> None:
+    """Adds the sum over rows of the gradient, before it is rounded, to `into` (V,) float32."""
+
+    def plan() -> backend_triton.Launch:
+        num_rows, classes = logits.shape
+        stride = 0 if dloss is None or dloss.dim() == 0 else dloss.stride(0)
+        block = 128
+        return backend_triton.Launch(
+            bias_gradient_kernel,
+            -(-classes // block),
+            (num_rows, logits.stride(0), stride, *settings.scalars),
+            (classes, 16, block, *settings.flags),
+            4,
+        )
+
+    of = backend_triton.metadata
+    launch = backend_triton.kept(
+        _BIAS_LAUNCHES,
+        lambda: (of(logits), of(labels), *map(of, shared), of(factors), of(dloss), settings),
+        plan,
+    )
+    launch(logits, labels, *shared, statistics, factors, dloss, into)

@@ -60,6 +60,11 @@ def forward_kernel(
     """One token a program. The maximum and the sum are kept a column, so that a tile costs no
     exchange between threads and little more than one exponential a logit.
     """
+    # torch.compile hands float arguments on as float64.
+    label_smoothing = tl.cast(label_smoothing, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    z_loss = tl.cast(z_loss, tl.float32)
+    logit_scale = tl.cast(logit_scale, tl.float32)
     TILE: tl.constexpr = STEPS * COLUMNS
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
@@ -211,39 +216,41 @@ def reduce_kernel(
 
 
 @triton.jit
-def backward_kernel(
-    logits_ptr,  # (M, V)
-    labels_ptr,  # (M,)
-    weight_ptr,  # (V,) or None
-    weight_sum_ptr,  # scalar float32 or None
-    bias_ptr,  # (V,) or None
-    statistics_ptr,  # (M, 2) float32
-    factors_ptr,  # (2,) or None
-    dloss_ptr,  # (M,), one for all where the stride is 0, or None
-    dz_ptr,  # as dloss_ptr
-    dlogits_ptr,  # (M, V)
+def _gradient(
+    row,
+    label,
+    cols,
+    logits_ptr,
+    weight_ptr,
+    weight_sum_ptr,
+    bias_ptr,
+    statistics_ptr,
+    factors_ptr,
+    dloss_ptr,
+    dz_ptr,
     logits_stride,
     dloss_stride,
     dz_stride,
+    first_class,
     ignore_index,
     label_smoothing,
     softcap,
     z_loss,
     logit_scale,
     V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CLASSES: tl.constexpr,
     SMOOTH: tl.constexpr,
     CAP: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """The gradient with respect to what the soft cap is of, logit_scale x + bias."""
-    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    cols = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < V
-    label = tl.load(labels_ptr + row)
+    """With respect to logit_scale x + bias, of one row's columns or of several rows'."""
+    # torch.compile hands float arguments on as float64.
+    label_smoothing = tl.cast(label_smoothing, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    z_loss = tl.cast(z_loss, tl.float32)
+    logit_scale = tl.cast(logit_scale, tl.float32)
     supervised = label != ignore_index
+    valid = (label >= 0) & (label < CLASSES)
     read = cols < tl.where(supervised, V, 0)  # an ignored row is not read
     x = tl.load(logits_ptr + row * logits_stride + cols, mask=read, other=0.0)
     top = tl.load(statistics_ptr + 2 * row)
@@ -257,34 +264,118 @@ def backward_kernel(
     if factors_ptr is not None:
         g *= tl.load(factors_ptr)
         h *= tl.load(factors_ptr + 1)
-    valid = (label >= 0) & (label < V)
     target = g * (1.0 - label_smoothing)
     if weight_ptr is not None:
         target *= tl.load(weight_ptr + tl.where(valid, label, 0)).to(tl.float32)
     of_p = target + 2.0 * h * z_loss * (top + log_total)
     if SMOOTH:
-        weight_sum = V * 1.0
+        weight_sum = CLASSES * 1.0
         if weight_sum_ptr is not None:
             weight_sum = tl.load(weight_sum_ptr)
-        of_p += g * label_smoothing * weight_sum / V
+        of_p += g * label_smoothing * weight_sum / CLASSES
     of_p = tl.where(valid, of_p, float("nan"))
 
     x = x.to(tl.float32)
     if SCALE:
         x *= logit_scale
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + cols, mask=read, other=0.0).to(tl.float32)
+        x += tl.load(bias_ptr + first_class + cols, mask=cols < V, other=0.0).to(tl.float32)
     x = tl.where(read, x, top)  # nothing that overflows
     l = _cap(x, softcap) if CAP else x  # noqa: E741
     p = tl.exp((l - top) - log_total)
-    dl = p * of_p - tl.where(cols == label, target, 0.0)
+    dl = p * of_p - tl.where(first_class + cols == label, target, 0.0)
     if SMOOTH:
         if weight_ptr is not None:
-            weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-            dl -= g * label_smoothing / V * weight
+            weight = tl.load(weight_ptr + first_class + cols, mask=cols < V, other=0.0)
+            dl -= g * label_smoothing / CLASSES * weight.to(tl.float32)
         else:
-            dl -= g * label_smoothing / V
+            dl -= g * label_smoothing / CLASSES
     if CAP:
         dl *= _cap_slope(x, softcap)
-    dx = tl.where(supervised, dl, 0.0)
-    tl.store(dlogits_ptr + row * V + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=inside)
+    return tl.where(read, dl, 0.0)
+
+
+@triton.jit
+def backward_kernel(
+    logits_ptr,  # (M, V): of the classes from first_class on
+    labels_ptr,  # (M,)
+    weight_ptr,  # (CLASSES,) or None
+    weight_sum_ptr,  # scalar float32 or None
+    bias_ptr,  # (CLASSES,) or None
+    statistics_ptr,  # (M, 2) float32
+    factors_ptr,  # (2,) or None
+    dloss_ptr,  # (M,), one for all where the stride is 0, or None
+    dz_ptr,  # as dloss_ptr
+    dlogits_ptr,  # (M, V)
+    logits_stride,
+    dloss_stride,
+    dz_stride,
+    first_class,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    z_loss,
+    logit_scale,
+    V: tl.constexpr,
+    CLASSES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    CAP: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    program = tl.program_id(0).to(tl.int64)
+    row = program // blocks
+    cols = (program % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
+    label = tl.load(labels_ptr + row)
+    gradient = _gradient(
+        row, label, cols, logits_ptr, weight_ptr, weight_sum_ptr, bias_ptr, statistics_ptr,
+        factors_ptr, dloss_ptr, dz_ptr, logits_stride, dloss_stride, dz_stride, first_class,
+        ignore_index, label_smoothing, softcap, z_loss, logit_scale, V, CLASSES, SMOOTH, CAP, SCALE,
+    )  # fmt: skip
+    at = dlogits_ptr + row * V + cols
+    tl.store(at, gradient.to(dlogits_ptr.dtype.element_ty), mask=cols < V)
+
+
+@triton.jit
+def bias_gradient_kernel(
+    logits_ptr,  # (M, V)
+    labels_ptr,  # (M,)
+    weight_ptr,  # (V,) or None
+    weight_sum_ptr,  # scalar float32 or None
+    bias_ptr,  # (V,)
+    statistics_ptr,  # (M, 2) float32
+    factors_ptr,  # (2,) or None
+    dloss_ptr,  # (M,), one for all where the stride is 0
+    dbias_ptr,  # (V,) float32, to which the sum over rows is added
+    num_rows,
+    logits_stride,
+    dloss_stride,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    z_loss,
+    logit_scale,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    CAP: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """The sum over rows of what backward_kernel rounds, in float32 and in a fixed order."""
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, num_rows, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        label = tl.load(labels_ptr + row, mask=row < num_rows, other=ignore_index)
+        row = tl.minimum(row, num_rows - 1).to(tl.int64)
+        gradient = _gradient(
+            row, label, cols[None, :], logits_ptr, weight_ptr, weight_sum_ptr, bias_ptr,
+            statistics_ptr, factors_ptr, dloss_ptr, None, logits_stride, dloss_stride, 0, 0,
+            ignore_index, label_smoothing, softcap, z_loss, logit_scale, V, V, SMOOTH, CAP, SCALE,
+        )  # fmt: skip
+        total += tl.sum(gradient, axis=0)
+    inside = cols < V
+    total += tl.load(dbias_ptr + cols, mask=inside, other=0.0)
+    tl.store(dbias_ptr + cols, total, mask=inside)
