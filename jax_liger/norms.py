@@ -116,8 +116,8 @@ def layer_norm(
 
     Returns:
         (..., D), in the promoted dtype of x, weight and bias. Differentiable in all three, any
-        number of times; what asks for no gradient costs no work for one. x and weight are all that
-        is kept for it.
+        number of times; what asks for no gradient costs no work for one. x, weight and two
+        float32 numbers a row are kept for it.
 
     Numerics: float32 from reading to writing, with one rounding at the end; the parameters'
     gradients are summed over all rows in float32. The variance is the mean square of x less its

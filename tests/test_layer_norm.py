@@ -139,6 +139,17 @@ def test_equal_numbers_that_float32_cannot_average_stay_equal(implementation, di
     np.testing.assert_allclose(y, 0.0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dim", [96, 1500, 2048])
+def test_outliers_at_any_column(dim):
+    # A kernel that sums about a few of a row's numbers, or about one, has to see that they are far
+    # from all others: a hundred and more standard deviations of these.
+    case = cases.Case("outliers", (4, dim))
+    inputs, dy = case.draw(), upstream(case)
+    for row, columns in enumerate(([0], [dim - 1], range(0, dim, dim // 4), range(dim // 4))):
+        inputs["x"][row, list(columns)] += 1e4
+    judge(lambda name: run(name, inputs, dy), exact_results(inputs, dy), "outliers")
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_of_no_numbers(implementation):
     inputs = {"x": np.ones((3, 0)), "weight": np.ones(0), "bias": np.ones(0)}

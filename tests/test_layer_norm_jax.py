@@ -40,6 +40,14 @@ def test_no_work_for_frozen_inputs_in_jax(needs, monkeypatch):
     assert asked == [needs, needs]
 
 
+def test_statistics_are_kept_only_for_a_backward_in_jax():
+    op = functools.partial(jax_liger.layer_norm, implementation="pallas")
+    for dim in (48, 20000):
+        x = jax.ShapeDtypeStruct((5, dim), jnp.bfloat16)
+        assert "f32[5,2]" not in str(jax.make_jaxpr(op)(x))
+        assert "f32[5,2]" in str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(op(x))))(x))
+
+
 def test_jax_transformations():
     arrays = [
         jax.random.normal(jax.random.key(seed), shape)

@@ -80,6 +80,29 @@ def test_gradients_where_asked_and_none_elsewhere(needs, dim, monkeypatch):
             assert_close([tensor.grad], [copy.grad])
 
 
+@pytest.mark.parametrize("dim", [48, 9001, 16385])
+def test_statistics_are_kept_only_for_a_backward(dim, monkeypatch):
+    kept = []
+    forward = triton_kernel._forward
+
+    def recording(*args):
+        y, statistics = forward(*args)
+        kept.append(statistics)
+        return y, statistics
+
+    monkeypatch.setattr(triton_kernel, "_forward", recording)
+    inputs = asking(False, False, True, shape=(3, dim))
+    with torch.no_grad():
+        alone = norm(*inputs)
+    frozen = norm(*(t.detach() for t in inputs))
+    y = norm(*inputs)
+    assert torch.equal(y, alone) and torch.equal(y, frozen)
+    assert kept[:2] == [None, None]
+    x = inputs[0]
+    r = (x.var(-1, correction=0) + 1e-5).rsqrt()
+    assert_close([kept[2]], [torch.stack([x.mean(-1), r], -1)])
+
+
 @pytest.mark.parametrize("needs", NEEDS[1:])
 def test_second_derivatives_and_backward_twice(needs):
     def penalty(fn):

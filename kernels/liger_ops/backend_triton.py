@@ -38,8 +38,25 @@ def _round_in_the_interpreter() -> None:
     interpreter._convert_float = convert_float
 
 
+def _sum_in_a_tree_in_the_interpreter() -> None:
+    """NumPy adds up one number after another along any axis but the last; a GPU never does."""
+    from triton.runtime import interpreter
+
+    def sum_in_a_tree(self: Any, input: Any) -> Any:
+        data, axis = input.handle.data, self.axis
+        if axis is None:
+            total = np.sum(data, keepdims=self.keep_dims)
+        else:
+            total = np.sum(np.ascontiguousarray(np.moveaxis(data, axis, -1)), axis=-1)
+            total = np.expand_dims(total, axis) if self.keep_dims else total
+        return self.to_tensor(total, input.dtype)
+
+    interpreter.ReduceOps.sum = sum_in_a_tree
+
+
 if INTERPRET and triton is not None:
     _round_in_the_interpreter()
+    _sum_in_a_tree_in_the_interpreter()
 
 
 def choose(implementation: str | None, op: str, x: torch.Tensor, *others: Any) -> str:

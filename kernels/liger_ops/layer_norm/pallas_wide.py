@@ -1,7 +1,8 @@
 """The Pallas kernels of LayerNorm for rows too wide to hold in registers.
 
-Sums are taken about the mean of a row's first columns. It is off the row's mean by no more than a
-few standard deviations, which is all that the two steps of centring need.
+The forward's sums are taken about the mean of a row's first forward_block_d columns. It is off the
+row's mean by at most sqrt(D / forward_block_d) standard deviations, so squares about it do not
+cancel.
 """
 
 import jax
@@ -10,10 +11,19 @@ from jax.experimental import pallas as pl
 
 from liger_ops.backend_pallas import for_range, load, store
 from liger_ops.layer_norm.cases import Config
-from liger_ops.layer_norm.pallas_helpers import Settings, load_parameter, moments, select
+from liger_ops.layer_norm.pallas_helpers import (
+    Settings,
+    load_parameter,
+    load_rows,
+    moments_of_sums,
+    row_sums,
+    select,
+)
 
 
-def forward_wide_kernel(x_ref, weight_ref, bias_ref, y_ref, *, settings: Settings, config: Config):
+def forward_wide_kernel(
+    x_ref, weight_ref, bias_ref, y_ref, statistics_ref, *, settings: Settings, config: Config
+):
     """One row a program, D taken in blocks: once for the sums, once to normalise."""
     row = pl.program_id(0)
     dim, block_d = x_ref.shape[1], config.forward_block_d
@@ -33,12 +43,17 @@ def forward_wide_kernel(x_ref, weight_ref, bias_ref, y_ref, *, settings: Setting
 
     zeros = jnp.zeros((block_d,), jnp.float32)
     sum_d, sum_squares = for_range(0, blocks, add_block, (zeros, zeros))
-    e, r = moments(jnp.sum(sum_d), jnp.sum(sum_squares), dim, settings.eps)
+    e, variance = moments_of_sums(jnp.sum(sum_d), jnp.sum(sum_squares), dim)
+    mean, r = shift + e, jax.lax.rsqrt(variance + settings.eps)
+    if statistics_ref is not None:
+        store(statistics_ref, row, jnp.int32(0), value=mean, mask=None)
+        store(statistics_ref, row, jnp.int32(1), value=r, mask=None)
 
     def write_block(i, _):
         cols, mask, x = load_block(i)
-        y = (x - shift - e) * r * load_parameter(weight_ref, cols, mask, 1.0)
-        y += load_parameter(bias_ref, cols, mask, 0.0)
+        weight = load_parameter(weight_ref, cols, mask, 1.0).astype(jnp.float32)
+        bias = load_parameter(bias_ref, cols, mask, 0.0).astype(jnp.float32)
+        y = (x - mean) * r * weight + bias
         store(y_ref, row, cols, value=y, mask=mask)
         return _
 
@@ -48,6 +63,7 @@ def forward_wide_kernel(x_ref, weight_ref, bias_ref, y_ref, *, settings: Setting
 def backward_two_pass_kernel(
     x_ref,
     weight_ref,
+    statistics_ref,
     dy_ref,
     dx_ref,
     dweight_ref,
@@ -57,100 +73,52 @@ def backward_two_pass_kernel(
     config: Config,
     programs: int,
 ):
-    """For rows too wide to hold: each is read for its four sums, and again for its gradients.
+    """For rows too wide to hold: each is read for its two sums, and again for its gradients.
 
-    The second reading comes out of the cache, and goes along with the first reading of the next
-    row. A partial gradient wider than a block is summed in this program's own row of its array.
+    The second reading comes out of the cache. Partial gradients are summed in this program's own
+    row of their arrays, which is read and written once for a whole block of rows.
     """
     num_rows, dim = x_ref.shape
-    program, block_d = pl.program_id(0), config.backward_block_d
-    blocks = pl.cdiv(dim, block_d)
-    partial_refs = (dweight_ref, dbias_ref)
-    zeros = lambda: jnp.zeros((block_d,), jnp.float32)  # noqa: E731
+    program, block_rows, block_d = pl.program_id(0), config.backward_rows, config.backward_block_d
+    blocks_d = pl.cdiv(dim, block_d)
 
-    def columns(i):
-        cols = i * block_d + jnp.arange(block_d, dtype=jnp.int32)
-        return cols, cols < dim
+    def columns(j):
+        return j * block_d + jnp.arange(block_d, dtype=jnp.int32)[None, :]
 
-    def clear(i, carry):
-        cols, mask = columns(i)
-        for ref in partial_refs:
-            if ref is not None:
-                store(ref, program, cols, value=zeros(), mask=mask)
+    def block_of_rows(i, carry):
+        rows = (program + i * programs) * block_rows + jnp.arange(block_rows, dtype=jnp.int32)
+        rows = rows[:, None]
+
+        def load_block(j):
+            cols = columns(j)
+            x, dy, mean, r = load_rows(x_ref, dy_ref, statistics_ref, rows, cols)
+            return cols, (x.astype(jnp.float32) - mean) * r, dy.astype(jnp.float32), r
+
+        def add_block(j, sums):
+            cols, n, dy, _ = load_block(j)
+            g = dy * load_parameter(weight_ref, cols, cols < dim, 1.0).astype(jnp.float32)
+            return sums[0] + g, sums[1] + g * n
+
+        def write_block(j, carry):
+            cols, n, dy, r = load_block(j)
+            if dx_ref is not None:
+                g = dy * load_parameter(weight_ref, cols, cols < dim, 1.0).astype(jnp.float32)
+                dx = r * (g - sum_g / dim - n * (sum_gn / dim))
+                store(dx_ref, rows, cols, value=dx, mask=(rows < num_rows) & (cols < dim))
+            for ref, terms in ((dweight_ref, dy * n), (dbias_ref, dy)):
+                if ref is not None:
+                    # What an earlier block of rows has left, and nothing before the first one.
+                    before = load(ref, program, cols, mask=(cols < dim) & (i > 0))
+                    total = before + jnp.sum(terms, axis=0, keepdims=True)
+                    store(ref, program, cols, value=total, mask=cols < dim)
+            return carry
+
+        if dx_ref is not None:
+            zeros = jnp.zeros((block_rows, block_d), jnp.float32)
+            sum_g, sum_gn = row_sums(*for_range(0, blocks_d, add_block, (zeros, zeros)))
+        for_range(0, blocks_d, write_block, None)
         return carry
 
-    if blocks > 1:
-        for_range(0, blocks, clear, None)
-
-    shift_cols = jnp.arange(min(block_d, 1024), dtype=jnp.int32)
-
-    def load_head(row):
-        return load(x_ref, row, shift_cols, mask=(shift_cols < dim) & (row < num_rows))
-
-    def shift_of(head):
-        return jnp.sum(head.astype(jnp.float32)) / min(shift_cols.size, dim)
-
-    def load_block(row, cols, mask):
-        mask &= row < num_rows
-        x, dy = load(x_ref, row, cols, mask=mask), load(dy_ref, row, cols, mask=mask)
-        return x, dy, mask
-
-    def add_block(sums, x, dy, mask, weight, shift):
-        d = select(mask, x.astype(jnp.float32) - shift)
-        g = dy.astype(jnp.float32) * weight
-        return tuple(a + b for a, b in zip(sums, (d, d * d, g, g * d), strict=True))
-
-    def total(sums):
-        return tuple(jnp.sum(a) for a in sums)
-
-    def one_row(i, carry):
-        partials, (sum_d, sum_squares, sum_g, sum_gd), shift, next_shift = carry
-        row = program + i * programs
-        e, r = moments(sum_d, sum_squares, dim, settings.eps)
-        mean_g = sum_g / dim
-        mean_gn = r * (sum_gd / dim - e * mean_g)
-        # Of the row after the next, wanted at the end of this step only.
-        head = load_head(row + 2 * programs)
-
-        def one_block(j, carry):
-            partials, sums = carry
-            cols, mask = columns(j)
-            following = load_block(row + programs, cols, mask)
-            x, dy, _ = load_block(row, cols, mask)
-            weight = load_parameter(weight_ref, cols, mask, 1.0)
-            n, dy = (x.astype(jnp.float32) - shift - e) * r, dy.astype(jnp.float32)
-            if dx_ref is not None:
-                dx = r * (dy * weight - mean_g - n * mean_gn)
-                store(dx_ref, row, cols, value=dx, mask=mask)
-            added = []
-            for ref, partial, term in zip(partial_refs, partials, (dy * n, dy), strict=True):
-                if ref is not None:
-                    if blocks > 1:
-                        partial = load(ref, program, cols, mask=mask)
-                    partial += term
-                    if blocks > 1:
-                        store(ref, program, cols, value=partial, mask=mask)
-                added.append(partial)
-            return tuple(added), add_block(sums, *following, weight, next_shift)
-
-        sums = (zeros(), zeros(), zeros(), zeros())
-        partials, sums = for_range(0, blocks, one_block, (partials, sums))
-        return partials, total(sums), next_shift, shift_of(head)
-
-    shift, next_shift = shift_of(load_head(program)), shift_of(load_head(program + programs))
-
-    def first_row(j, sums):
-        cols, mask = columns(j)
-        weight = load_parameter(weight_ref, cols, mask, 1.0)
-        return add_block(sums, *load_block(program, cols, mask), weight, shift)
-
-    sums = for_range(0, blocks, first_row, (zeros(), zeros(), zeros(), zeros()))
-    steps = jax.lax.div(num_rows - program + programs - 1, jnp.int32(programs))
-    partials = tuple(None if ref is None else zeros() for ref in partial_refs)
-    carry = (partials, total(sums), shift, next_shift)
-    partials = for_range(0, steps, one_row, carry)[0]
-    if blocks == 1:
-        cols, mask = columns(0)
-        for ref, partial in zip(partial_refs, partials, strict=True):
-            if ref is not None:
-                store(ref, program, cols, value=partial, mask=mask)
+    blocks = pl.cdiv(num_rows, block_rows)
+    steps = jax.lax.div(blocks - program + programs - 1, jnp.int32(programs))
+    for_range(0, steps, block_of_rows, None)
