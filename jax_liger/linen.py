@@ -33,14 +33,20 @@ class RMSNorm(linen.RMSNorm):
         scale = None
         if self.use_scale:
             scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
-        casting_mode = self.casting_mode
+        casting_mode, offset = self.casting_mode, self.offset
         if casting_mode == "none" and self.dtype == x.dtype:
             casting_mode = "gemma"  # the same single rounding, straight to x's dtype
+        elif casting_mode == "none" and self.dtype is not None:
+            # The result's dtype is the promoted one of x and scale: no narrower than what is asked
+            # for, to be rounded once.
+            if scale is None:
+                scale, offset = jnp.ones((x.shape[-1],), self.dtype), 0.0
+            scale = scale.astype(jnp.promote_types(scale.dtype, self.dtype))
         y = norms.rms_norm(
             x,
             scale,
             eps=self.epsilon,
-            offset=self.offset,
+            offset=offset,
             casting_mode=casting_mode,
             implementation=self.implementation,
         )

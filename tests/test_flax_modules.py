@@ -1,5 +1,7 @@
 """The Flax modules are drop-ins for the stock ones: parameters, results, refused options."""
 
+import itertools
+
 import flax.linen
 import flax.nnx
 import flax.serialization
@@ -47,9 +49,29 @@ def test_linen_equals_the_stock_module(implementation, dtype, x_dtype, use_scale
     assert_same(ours.apply(loaded, x), stock.apply(variables, x))
 
 
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+@pytest.mark.parametrize("dtype", [None, *DTYPE_NAMES])
+def test_linen_equals_the_stock_module_in_all_dtypes(implementation, dtype):
+    for x_dtype, param_dtype in itertools.product(DTYPE_NAMES, (None, *DTYPE_NAMES)):
+        settings = {"epsilon": 1e-5, "dtype": dtype, "use_scale": param_dtype is not None}
+        x, variables = X.astype(x_dtype), {}
+        if param_dtype is not None:
+            settings["param_dtype"] = param_dtype
+            variables = {"params": {"scale": SCALE.astype(param_dtype)}}
+        ours = jax_liger.linen.RMSNorm(implementation=implementation, **settings)
+        # In float32 throughout, and then rounded: what either module's one rounding is to give.
+        expected = flax.linen.RMSNorm(**{**settings, "dtype": "float32"}).apply(variables, x)
+        stock = flax.linen.RMSNorm(**settings).apply(variables, x)
+        assert_same(ours.apply(variables, x), stock)
+        assert_same(ours.apply(variables, x), expected.astype(stock.dtype))
+
+
 def assert_same(actual, expected):
     assert actual.dtype == expected.dtype
-    one_ulp = 2.0**-7 if actual.dtype == jnp.bfloat16 else 2.0**-21
+    one_ulp = max(jnp.finfo(actual.dtype).eps.astype(float), 2.0**-21)
     np.testing.assert_allclose(
         actual.astype(jnp.float32), expected.astype(jnp.float32), rtol=one_ulp, atol=one_ulp / 100
     )
