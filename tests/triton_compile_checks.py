@@ -26,7 +26,7 @@ from liger_ops.swiglu import triton_kernel as swiglu_kernel
 from liger_ops.swiglu.cases import Config as SwigluConfig
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
-TYPE_NAMES = {"i32", "fp32", "*fp32", "*bf16", "*fp16", "*i32", "*i64"}
+TYPE_NAMES = {"i32", "fp32", "fp64", "*fp32", "*bf16", "*fp16", "*i32", "*i64"}
 TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 
 
@@ -48,9 +48,11 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], num_warps: int, **opt
     print(kernel.__name__, compiled.metadata.shared, flush=True)
 
 
-def rms_norm(dim: int, dtype: str, weight: bool, residual: bool) -> None:
+def rms_norm(
+    dim: int, dtype: str, weight: bool, residual: bool, scalar: str = "fp32", casting: str = "llama"
+) -> None:
     config, pointer = Config.for_shape(dim), TYPES[dtype]
-    common = {"eps": "fp32", "offset": "fp32", "num_rows": "i32", "D": dim, "CASTING": "llama"}
+    common = {"eps": scalar, "offset": scalar, "num_rows": "i32", "D": dim, "CASTING": casting}
     common["weight_ptr"] = pointer if weight else None
     forward = {
         **common, "x_ptr": pointer, "y_ptr": pointer, "x_stride": "i32", "residual_stride": "i32",
@@ -72,14 +74,14 @@ def rms_norm(dim: int, dtype: str, weight: bool, residual: bool) -> None:
     compile_kernel(kernel, backward, config.backward_warps)
 
 
-def layer_norm(dim: int, dtype: str, weight: bool, bias: bool) -> None:
+def layer_norm(dim: int, dtype: str, weight: bool, bias: bool, eps: str = "fp32") -> None:
     config, pointer = LayerNormConfig.for_shape(dim), TYPES[dtype]
     common = {
         "x_ptr": pointer, "weight_ptr": pointer if weight else None,
-        "num_rows": "i32", "x_stride": "i32", "eps": "fp32", "D": dim,
+        "statistics_ptr": "*fp32", "num_rows": "i32", "x_stride": "i32", "D": dim,
     }  # fmt: skip
     forward = {
-        **common, "bias_ptr": pointer if bias else None, "y_ptr": pointer,
+        **common, "bias_ptr": pointer if bias else None, "y_ptr": pointer, "eps": eps,
         "BLOCK_ROWS": config.forward_rows, "BLOCK_D": config.forward_block_d,
     }  # fmt: skip
     kernel = layer_norm_kernel._forward_kernel
@@ -110,7 +112,7 @@ def swiglu(dim: int, dtype: str, activation: str) -> None:
     compile_kernel(swiglu_kernel._backward_kernel, arguments, config.num_warps)
 
 
-def cross_entropy(classes: int, dtype: str, everything: bool) -> None:
+def cross_entropy(classes: int, dtype: str, everything: bool, scalar: str = "fp32") -> None:
     config = CrossEntropyConfig.for_shape(classes)
     extra = "*fp32" if everything else None
     arguments = {
@@ -122,13 +124,12 @@ def cross_entropy(classes: int, dtype: str, everything: bool) -> None:
         "predicted_ptr": "*i64" if everything else None,
         **dict.fromkeys(("logits_stride", "dloss_stride", "dz_stride", "num_rows"), "i32"),
         "ignore_index": "i32",
-        **dict.fromkeys(("label_smoothing", "softcap", "z_loss"), "fp32"),
+        **dict.fromkeys(("label_smoothing", "softcap", "z_loss", "logit_scale"), scalar),
         "first_class": "i32", "V": classes, "CLASSES": classes,
         "STEPS": config.forward_steps, "COLUMNS": config.forward_columns,
-        "bias_ptr": extra, "logit_scale": "fp32", "SCALE": everything,
+        "bias_ptr": extra, "SCALE": everything,
         "SMOOTH": everything, "CAP": everything, "ADD_Z": everything,
     }  # fmt: skip
-
     compile_kernel(triton_rows.forward_kernel, arguments, config.forward_warps)
     arguments["BLOCK"] = config.backward_block
     compile_kernel(triton_rows.backward_kernel, arguments, config.backward_warps)
@@ -158,6 +159,8 @@ def rope(heads: int, kv_heads: int, head_dim: int, size: int, dtype: str, layout
 if __name__ == "__main__":
     for classes, dtype, everything in itertools.product((1000, 128256), TYPES, (False, True)):
         cross_entropy(classes, dtype, everything)
+    # Float arguments as torch.compile hands them on, here and below.
+    cross_entropy(1000, "bfloat16", everything=True, scalar="fp64")
     for layout in ("half", "interleaved"):
         for dtype in TYPES:
             rope(32, 8, 128, 128, dtype, layout)
@@ -173,6 +176,10 @@ if __name__ == "__main__":
     rms_norm(768, "bfloat16", weight=False, residual=False)
     for dim, weight in itertools.product((768, 20000), (True, False)):
         layer_norm(dim, "bfloat16", weight, bias=False)
+    for dim in (80, 768, 20000):
+        layer_norm(dim, "bfloat16", weight=True, bias=True, eps="fp64")
+        for casting in ("llama", "none"):
+            rms_norm(dim, "bfloat16", True, residual=False, scalar="fp64", casting=casting)
     shapes = {"programs": "i32", "D": 4096, "BLOCK_PROGRAMS": 512, "BLOCK_D": 16}
     for pointer in TYPES.values():
         for second in (None, pointer):

@@ -320,8 +320,9 @@ def _plain_gradients(inputs: Inputs, settings: Settings, dloss: torch.Tensor) ->
     """Those that can be differentiated again."""
     hidden, weight, labels, bias, class_weight, num_items = inputs
     loss, _, _ = eager.fused_linear_cross_entropy(
-        hidden, weight, labels, bias, settings.logit_scale, class_weight, num_items, *settings[:5],
-        return_metrics=False,
+        hidden, weight, labels, bias, settings.logit_scale, class_weight, num_items,
+        settings.ignore_index, settings.label_smoothing, settings.softcap, settings.z_loss,
+        settings.reduction, return_metrics=False,
     )  # fmt: skip
     wanted = (inputs.hidden, inputs.weight, inputs.bias)
     return backend_triton.differentiable_gradients(loss, wanted, dloss)

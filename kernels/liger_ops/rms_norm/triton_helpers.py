@@ -17,4 +17,5 @@ def load_scale(weight_ptr, cols, mask, offset):
         return tl.full(cols.shape, 1.0, tl.float32)
     else:
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last")
-        return weight.to(tl.float32) + offset
+        # torch.compile hands float arguments on as float64.
+        return weight.to(tl.float32) + tl.cast(offset, tl.float32)

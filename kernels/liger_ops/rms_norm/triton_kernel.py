@@ -54,7 +54,7 @@ def _forward_kernel(
         h = (h.to(tl.float32) + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + rows * D + cols[None, :], h, mask=mask)
     h32 = h.to(tl.float32)
-    r = tl.rsqrt(tl.sum(h32 * h32, axis=1, keep_dims=True) / D + eps)
+    r = tl.rsqrt(tl.sum(h32 * h32, axis=1, keep_dims=True) / D + tl.cast(eps, tl.float32))
     n = round_as_llama(h32 * r, h.dtype, CASTING)
     y = n * scale[None, :]
     tl.store(y_ptr + rows * D + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -100,7 +100,7 @@ def _backward_kernel(
         h32 = h.to(tl.float32)
         dy32 = dy.to(tl.float32)
         g = dy32 * scale[None, :]
-        r = tl.rsqrt(tl.sum(h32 * h32, axis=1, keep_dims=True) / D + eps)
+        r = tl.rsqrt(tl.sum(h32 * h32, axis=1, keep_dims=True) / D + tl.cast(eps, tl.float32))
         n = h32 * r
         if dx_ptr is not None:
             # mean(g n), summed over g h so that it need not wait for r

@@ -43,7 +43,7 @@ def forward_wide_kernel(
             h = (h.to(tl.float32) + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
             tl.store(h_ptr + cols, h, mask=cols < D)
         squares += h.to(tl.float32) * h.to(tl.float32)
-    r = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
+    r = tl.rsqrt(tl.sum(squares, axis=0) / D + tl.cast(eps, tl.float32))
 
     for start in tl.range(0, D, BLOCK_D):
         cols = start + tl.arange(0, BLOCK_D)
@@ -102,7 +102,7 @@ def backward_two_pass_kernel(
         products += dy * scale * h
 
     for row in tl.range(first, num_rows, step, num_stages=1):
-        r = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
+        r = tl.rsqrt(tl.sum(squares, axis=0) / D + tl.cast(eps, tl.float32))
         c = r * tl.sum(products, axis=0) / D
         squares = tl.zeros((BLOCK_D,), tl.float32)
         products = tl.zeros((BLOCK_D,), tl.float32)
