@@ -5,9 +5,10 @@ import functools
 import torch
 
 from description import Case, Peer, with_liger
-from swiglu import SHAPES as SHAPES
 from swiglu import SHORT as SHORT
 from swiglu import gated_case
+
+SHAPES = [(16384, 14336, False), (16384, 14336, True), SHORT]
 
 
 def case(rows: int, dim: int, fused: bool) -> Case:

@@ -24,6 +24,9 @@ SMALL = {
     "rms_norm": [(6, 48)],
     "swiglu": [(6, 48, False), (6, 48, True)],
     "geglu": [(6, 48, False), (6, 48, True)],
+    "layer_norm": [(6, 48)],
+    "rope": [(2, 5, 3, 1, 16)],
+    "cross_entropy": [(6, 33)],
 }
 KEYS = {"op", "pass", "rows", "dim", "shape", "dtype", "implementation", "microseconds"}
 

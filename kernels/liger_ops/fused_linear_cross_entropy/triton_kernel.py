@@ -238,10 +238,10 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _plan(inputs: Inputs, needs_weight: bool, sum_dtype: torch.dtype, memory: str | int) -> Plan:
-    hidden, weight = inputs.hidden, inputs.weight
+    rows, dim = inputs.hidden.shape
     return Plan.for_shape(
-        *hidden.shape, len(weight), hidden.element_size(), sum_itemsize=sum_dtype.itemsize,
-        needs_weight=needs_weight, memory=memory,
+        rows, dim, len(inputs.weight), inputs.hidden.element_size(),
+        sum_itemsize=sum_dtype.itemsize, needs_weight=needs_weight, memory=memory,
     )  # fmt: skip
 
 
