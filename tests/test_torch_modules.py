@@ -4,17 +4,19 @@ import pytest
 import torch
 import transformers.models.gemma.modeling_gemma as gemma
 import transformers.models.llama.modeling_llama as llama
-from transformers import Gemma2Config, GemmaConfig, LlamaConfig
+from transformers import Gemma2Config, GemmaConfig, LlamaConfig, Phi3Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from test_rms_norm_torch import randn
-from torch_liger.nn import LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP
+from torch_liger.nn import LigerGEGLUMLP, LigerPhi3SwiGLUMLP, LigerRMSNorm, LigerSwiGLUMLP
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"hidden_size": 32, "intermediate_size": 80}
 FAMILIES = {
     "llama": (llama.LlamaMLP, LigerSwiGLUMLP, LlamaConfig(**SIZES)),
     "llama-with-biases": (llama.LlamaMLP, LigerSwiGLUMLP, LlamaConfig(**SIZES, mlp_bias=True)),
+    "phi3": (Phi3MLP, LigerPhi3SwiGLUMLP, Phi3Config(**SIZES, pad_token_id=0)),
     "gemma": (gemma.GemmaMLP, LigerGEGLUMLP, GemmaConfig(**SIZES)),
     "gemma2": (Gemma2MLP, LigerGEGLUMLP, Gemma2Config(**SIZES)),
     "gelu": (Gemma2MLP, LigerGEGLUMLP, Gemma2Config(**SIZES, hidden_activation="gelu")),

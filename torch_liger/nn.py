@@ -132,6 +132,7 @@ class _GatedMLP(torch.nn.Module):
 
     function: Callable[..., torch.Tensor]
     activations: dict[str, dict[str, Any]]  # hidden_act: the arguments of the function
+    into: tuple[str, ...] = ("gate_proj", "up_proj")
 
     def __init__(self, config: Any, *, implementation: str | None = None):
         super().__init__()
@@ -148,14 +149,16 @@ class _GatedMLP(torch.nn.Module):
         self.hidden_act = hidden_act
         self.implementation = implementation
         bias = getattr(config, "mlp_bias", False)
-        self.gate_proj = torch.nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
-        self.up_proj = torch.nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        for name in self.into:
+            width = self.intermediate_size * (2 if name == "gate_up_proj" else 1)
+            self.add_module(name, torch.nn.Linear(self.hidden_size, width, bias=bias))
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps (..., hidden_size) to (..., hidden_size)."""
         settings = {**self.activations[self.hidden_act], "implementation": self.implementation}
-        return self.down_proj(self.function(self.gate_proj(x), self.up_proj(x), **settings))
+        projected = (getattr(self, name)(x) for name in self.into)
+        return self.down_proj(self.function(*projected, **settings))
 
 
 class LigerSwiGLUMLP(_GatedMLP):
@@ -169,6 +172,16 @@ class LigerSwiGLUMLP(_GatedMLP):
 
     function = staticmethod(activations.swiglu)
     activations = {"silu": {}, "swish": {}}  # noqa: RUF012
+
+
+class LigerPhi3SwiGLUMLP(LigerSwiGLUMLP):
+    """The feed-forward layer of Phi-3, whose gate and up are one projection, gate first.
+
+    Args:
+        The arguments are those of `LigerSwiGLUMLP`.
+    """
+
+    into = ("gate_up_proj",)
 
 
 class LigerGEGLUMLP(_GatedMLP):

@@ -88,8 +88,8 @@ def cross_entropy(
     if torch.is_grad_enabled() and logits.requires_grad:
         outputs = _CrossEntropy.apply(logits, labels, class_weight, num_items, given)
         loss, *others = outputs
-        z_loss = others.pop(0) if given.z_loss > 0.0 else None
-        return loss, z_loss, Metrics(*others) if given.return_metrics else None
+        metrics = Metrics(*others[-2:]) if given.return_metrics else None
+        return loss, others[0] if given.z_loss > 0.0 else None, metrics
     totals, tokens, _ = _forward(logits, labels, class_weight, num_items, given)
     metrics = Metrics(totals.accuracy, tokens.predicted) if given.return_metrics else None
     return totals.loss, totals.z_loss, metrics

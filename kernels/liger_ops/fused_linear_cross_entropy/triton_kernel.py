@@ -356,8 +356,8 @@ def fused_linear_cross_entropy(
     if torch.is_grad_enabled() and wanted:
         options = (settings, sum_dtype, memory)
         loss, *others = _FusedLinearCrossEntropy.apply(*inputs, options)
-        z_loss = others.pop(0) if settings.z_loss > 0.0 else None
-        accuracy, predicted = others if settings.return_metrics else (None, None)
+        z_loss = others[0] if settings.z_loss > 0.0 else None
+        accuracy, predicted = others[-2:] if settings.return_metrics else (None, None)
     else:
         plan = _plan(inputs, False, sum_dtype, memory)
         totals, tokens, _, _ = _forward(inputs, settings, plan, None, sum_dtype)
