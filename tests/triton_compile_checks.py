@@ -14,6 +14,7 @@ from triton.compiler import ASTSource, compile
 from liger_ops import row_sums
 from liger_ops.cross_entropy import triton_rows
 from liger_ops.cross_entropy.cases import Config as CrossEntropyConfig
+from liger_ops.fused_linear_cross_entropy import triton_kernel as linear_kernel
 from liger_ops.layer_norm import triton_kernel as layer_norm_kernel
 from liger_ops.layer_norm import triton_wide as layer_norm_wide
 from liger_ops.layer_norm.cases import Config as LayerNormConfig
@@ -138,6 +139,14 @@ def cross_entropy(classes: int, dtype: str, everything: bool, scalar: str = "fp3
     compile_kernel(triton_rows.reduce_kernel, {**arguments, "BLOCK": 1024}, 8)
 
 
+def finish(source: str, target: str) -> None:
+    arguments = {
+        "source_ptr": TYPES[source], "target_ptr": TYPES[target], "factor_ptr": "*fp32",
+        "size": "i32", "IN_PLACE": source == target, "BLOCK": 4096,
+    }  # fmt: skip
+    compile_kernel(linear_kernel._finish_kernel, arguments, 8)
+
+
 def rope(heads: int, kv_heads: int, head_dim: int, size: int, dtype: str, layout: str) -> None:
     config, pointer = RopeConfig.for_shape(4096, heads, kv_heads, head_dim), TYPES[dtype]
     shares, block_n, block_k = config.deal(heads, kv_heads)
@@ -161,6 +170,8 @@ if __name__ == "__main__":
         cross_entropy(classes, dtype, everything)
     # Float arguments as torch.compile hands them on, here and below.
     cross_entropy(1000, "bfloat16", everything=True, scalar="fp64")
+    for source, target in itertools.product(TYPES, TYPES):
+        finish(source, target)
     for layout in ("half", "interleaved"):
         for dtype in TYPES:
             rope(32, 8, 128, 128, dtype, layout)

@@ -78,10 +78,12 @@ class Needs(NamedTuple):
 class _Gradients:
     """The sums over parts of rows: of the weight's and the bias's gradient; hidden's needs none."""
 
-    def __init__(self, inputs: Inputs, needs: Needs, plan: Plan, sum_dtype: torch.dtype, s: float):
+    def __init__(
+        self, inputs: Inputs, needs: Needs, plan: Plan, sum_dtype: torch.dtype, scale: float
+    ):
         hidden, weight = inputs.hidden, inputs.weight
         new = lambda like, dtype: torch.empty(like.shape, dtype=dtype, device=like.device)  # noqa: E731
-        self.scale, self.needs = s, needs
+        self.scale = scale
         self.dhidden = new(hidden, hidden.dtype) if needs.hidden else None
         self.dweight = new(weight, weight.dtype) if needs.weight else None
         self.sum = None  # of the weight's gradient, where it is not summed in place
@@ -108,14 +110,13 @@ class _Gradients:
         if self.dbias is not None:
             triton_launch.add_bias_gradient(*given, into=self.dbias)
         triton_launch.backward(*given, None, into=logits)
-        dlogits = logits
         if self.dhidden is not None:
-            _product(dlogits, inputs.weight, self.dhidden[part], self.scale)
+            _product(logits, inputs.weight, self.dhidden[part], self.scale)
         if self.sum is not None:
             beta = 0.0 if part.start == 0 else 1.0
-            _product(dlogits.t(), inputs.hidden[part], self.sum, self.scale, beta)
+            _product(logits.t(), inputs.hidden[part], self.sum, self.scale, beta)
         elif self.dweight is not None:
-            _product(dlogits.t(), inputs.hidden, self.dweight, self.scale)
+            _product(logits.t(), inputs.hidden, self.dweight, self.scale)
 
     def finished(self, factor: torch.Tensor | None, bias_dtype: torch.dtype | None) -> list[Any]:
         """The gradients, each multiplied by `factor` and cast."""
@@ -222,9 +223,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss, *_):  # type: ignore[override]
         *given, statistics, factors = ctx.saved_tensors
         inputs = Inputs(*given)
-        nothing = (None,) * 7
         if dloss is None:
-            return nothing
+            return (None,) * 7
         settings, sum_dtype, _ = ctx.options
         if backend_triton.creates_graph():
             gradients = _plain_gradients(inputs, settings, dloss)
