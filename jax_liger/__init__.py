@@ -6,6 +6,8 @@ from jax_liger.angles import RopeFrequencies as RopeFrequencies
 from jax_liger.angles import rope_angles as rope_angles
 from jax_liger.angles import rope_frequencies as rope_frequencies
 from jax_liger.losses import cross_entropy as cross_entropy
+from jax_liger.losses import fused_linear_cross_entropy as fused_linear_cross_entropy
+from jax_liger.losses import per_token_logps as per_token_logps
 from jax_liger.norms import fused_add_rms_norm as fused_add_rms_norm
 from jax_liger.norms import layer_norm as layer_norm
 from jax_liger.norms import rms_norm as rms_norm

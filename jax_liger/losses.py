@@ -3,15 +3,20 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_liger.arguments import as_arrays, described
 from liger_ops import backend_pallas
 from liger_ops.cross_entropy import reduce
 from liger_ops.cross_entropy import xla as cross_entropy_xla
 from liger_ops.cross_entropy.check import check_arguments as check_cross_entropy
+from liger_ops.fused_linear_cross_entropy import xla as fused_linear_xla
+from liger_ops.fused_linear_cross_entropy.check import check_arguments as check_fused_linear
+from liger_ops.fused_linear_cross_entropy.check import check_temperature
 
 if backend_pallas.plgpu is not None:
     from liger_ops.cross_entropy import pallas_kernel as cross_entropy_pallas
+    from liger_ops.fused_linear_cross_entropy import pallas_kernel as fused_linear_pallas
 
 
 def cross_entropy(
@@ -97,3 +102,175 @@ def cross_entropy(
     if return_metrics:
         extras.append(reduce.metrics(predicted, classes))
     return (loss, *extras) if extras else loss
+
+
+def fused_linear_cross_entropy(
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    logit_scale: float = 1.0,
+    accum_dtype: Any = "float32",
+    vocab_axis: int = 0,
+    memory: str | int = "fast",
+    ignore_index: int = -100,
+    class_weight: jax.Array | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    num_items: int | jax.Array | None = None,
+    return_z_loss: bool = False,
+    return_metrics: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Cross-entropy of a language model's head, without holding the logits of all tokens.
+
+        logits = logit_scale * hidden weight^T + bias
+        loss = cross_entropy(logits, labels)
+
+    Args:
+        hidden: (..., D), float32, bfloat16 or float16 (float64 by the XLA version only).
+        weight: (V, D), as a tied embedding lies in memory, or (D, V), as a Flax Dense layer's
+            kernel does; `vocab_axis` says which. No transposed copy is made. Where its dtype is not
+            that of hidden, both are promoted, and each gets its gradient in its own.
+        labels: (...), of an integer dtype. One that is neither a class nor `ignore_index` makes
+            its token's loss and gradient NaN, and reads nothing out of bounds.
+        bias: (V,), float32, bfloat16 or float16; added in float32.
+        logit_scale: what the product is multiplied by, in float32.
+        accum_dtype: "float32" or "bfloat16" (or the jnp dtypes): in what the gradient of weight is
+            summed where that takes several products. bfloat16 needs less memory and loses what is
+            small beside the sum; weights of another dtype than bfloat16 are summed in float32.
+        vocab_axis: the dimension of weight that the classes are: 0 or 1.
+        memory: "fast"; "least", which computes the logits once more and keeps no float32 sum; or
+            the bytes that may be used beside the inputs and the gradients.
+        ignore_index: tokens with this label count for nothing and get zeros as gradient.
+        class_weight: (V,), a constant: it gets no gradient. None is 1 for every class.
+        label_smoothing: the part of the target that is spread over all classes, in [0, 1].
+        softcap: c of c tanh(x / c), as Gemma 2 caps its logits.
+        z_loss: the coefficient of the squared log-partition, which keeps it near 0.
+        reduction: "mean", "sum" or "none"; see `cross_entropy`.
+        num_items: what the mean divides by instead, a number or a scalar array: the number of
+            supervised tokens in all batches whose gradients are accumulated.
+        return_z_loss, return_metrics: also return these.
+        implementation: "pallas", "xla", or None for the kernel on a supported GPU and XLA
+            elsewhere. "xla" holds the logits of all tokens.
+
+    Returns:
+        loss, float32: a scalar, or of the labels' shape where reduction is "none". With
+        return_z_loss and return_metrics a tuple of the loss and, in this order, z_loss and
+        `Metrics`, as `cross_entropy` has them, of which neither carries a gradient.
+        Differentiable in hidden, weight and bias, any number of times (second derivatives hold the
+        logits).
+
+    Numerics: the products are in the inputs' dtype with sums in float32, and the logits and their
+    gradient are rounded to that dtype; all between is float32. Products of float32 have the
+    precision of `jax.default_matmul_precision`. Each gradient is rounded once; where the forward
+    makes hidden's, of a mean or a sum, an upstream gradient that is no power of two rounds it a
+    second time.
+
+    Raises:
+        TypeError, ValueError: for an argument that does not fit, naming it and both values.
+        RuntimeError: if the implementation asked for by name cannot run here, with the reason.
+
+    Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024), arXiv:2410.10989.
+    """
+    hidden, weight, labels, bias, class_weight, items = as_arrays(
+        hidden, weight, labels, bias, class_weight, num_items
+    )
+    accum_dtype = jnp.dtype(accum_dtype).name
+    check_fused_linear(
+        described(hidden),  # type: ignore[arg-type]
+        described(weight),  # type: ignore[arg-type]
+        described(labels),  # type: ignore[arg-type]
+        described(bias),
+        described(class_weight),
+        label_smoothing,
+        softcap,
+        z_loss,
+        reduction,
+        items is not None,
+        accum_dtype,
+        memory,
+        vocab_axis,
+    )
+    class_weight, items = jax.tree.map(jax.lax.stop_gradient, (class_weight, items))
+    classes = cross_entropy_xla.as_classes(labels, weight.shape[vocab_axis], ignore_index)
+    chosen = backend_pallas.choose(
+        implementation, "fused_linear_cross_entropy", hidden, weight, bias, class_weight
+    )
+    dtype = jnp.promote_types(hidden.dtype, weight.dtype)
+    hidden, weight = hidden.astype(dtype), weight.astype(dtype)
+    if chosen == "pallas":
+        loss, z, predicted = fused_linear_pallas.fused_linear_cross_entropy(
+            hidden, weight, classes, bias, class_weight, items, logit_scale, vocab_axis,
+            accum_dtype, memory, label_smoothing, softcap, z_loss, reduction, return_metrics,
+        )  # fmt: skip
+    else:
+        logits = fused_linear_xla.logits_of(hidden, weight, bias, logit_scale, vocab_axis)
+        ce, z = cross_entropy_xla.token_losses(
+            logits, classes, class_weight, label_smoothing, softcap, z_loss
+        )
+        predicted = cross_entropy_xla.predict(logits, softcap)  # dead code unless it is returned
+        loss, z = reduce.reduce(ce, z, classes, class_weight, items, reduction)
+    extras: list[Any] = [jax.lax.stop_gradient(z)] if return_z_loss else []
+    if return_metrics:
+        extras.append(reduce.metrics(predicted, classes))
+    return (loss, *extras) if extras else loss
+
+
+def per_token_logps(
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    accum_dtype: Any = "float32",
+    vocab_axis: int = 0,
+    memory: str | int = "fast",
+    implementation: str | None = None,
+) -> jax.Array:
+    """The log-probability of every label under a language model's head, without holding the logits.
+
+        logits = logit_scale * hidden weight^T + bias
+        l = softcap * tanh(logits / softcap)        (or the logits themselves)
+        log_softmax(l / temperature)[label]
+
+    Args:
+        temperature: what the capped logits are divided by, above 0.
+        hidden, weight, labels and all others: as in `fused_linear_cross_entropy`.
+
+    Returns:
+        (...), float32: 0 where the label is `ignore_index`, NaN where it is no class.
+        Differentiable in hidden, weight and bias, any number of times.
+
+    Numerics: as in `fused_linear_cross_entropy` with reduction "none", of which this is the
+    negative.
+
+    Raises:
+        TypeError, ValueError: for an argument that does not fit, naming it and both values.
+        RuntimeError: if the implementation asked for by name cannot run here, with the reason.
+    """
+    check_temperature(temperature)
+    if bias is not None and temperature != 1.0:
+        bias = jnp.asarray(bias)
+        bias = bias.astype(jnp.promote_types(bias.dtype, jnp.float32)) / temperature
+    return -fused_linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        logit_scale=logit_scale / temperature,
+        softcap=None if softcap is None else softcap / temperature,
+        ignore_index=ignore_index,
+        accum_dtype=accum_dtype,
+        vocab_axis=vocab_axis,
+        memory=memory,
+        reduction="none",
+        implementation=implementation,
+    )

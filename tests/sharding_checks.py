@@ -160,6 +160,52 @@ def cross_entropy_with_sharded_rows():
             np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=1e-5, atol=1e-6)
 
 
+def fused_linear_cross_entropy_with_sharded_rows():
+    """Every plan, with a replicated weight: hidden is gathered nowhere, the weight's and the bias's
+    gradients are summed over the devices, and a mean is over the tokens of all.
+    """
+    hidden = jax.random.normal(jax.random.key(0), (64, 8, 16))
+    weight = jax.random.normal(jax.random.key(1), (40, 16))
+    bias = jax.random.normal(jax.random.key(2), (40,))
+    labels = (jnp.arange(512).reshape(64, 8) % 40).at[:20, :3].set(-100)
+    part = 128 * 40 * 4  # bytes of 128 rows' logits; half of it leaves no room for a float32 sum
+
+    def total(implementation, settings, hidden, weight, bias, labels):
+        loss, metrics = jax_liger.fused_linear_cross_entropy(
+            hidden, weight, labels, bias=bias, class_weight=jnp.linspace(0.5, 2.0, 40),
+            label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, return_metrics=True,
+            implementation=implementation, **settings,
+        )  # fmt: skip
+        return jnp.sum(jnp.sin(loss)), metrics.token_accuracy
+
+    def gradients(implementation, settings):
+        loss = functools.partial(total, implementation, settings)
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+
+    arrays, specs = (hidden, weight, bias, labels), (P("data"), P(), P(), P("data"))
+    for dtype, memory in (("float32", "fast"), ("float32", part), ("bfloat16", part // 2)):
+        given = [a.astype(dtype) if a is hidden or a is weight else a for a in arrays]
+        tolerance = 1e-5 if dtype == "float32" else 2e-2
+        for reduction in ("mean", "none"):
+            settings = {"reduction": reduction, "memory": memory}
+            expected = gradients("xla", settings)(*given)
+            for kind in (AxisType.Auto, AxisType.Explicit):
+                on = mesh(kind)
+                placed = [
+                    jax.device_put(a, NamedSharding(on, spec))
+                    for a, spec in zip(given, specs, strict=True)
+                ]
+                with jax.set_mesh(on):
+                    fn = jax.jit(gradients("pallas", settings))
+                    assert "all-gather" not in fn.lower(*placed).compile().as_text()
+                    actual = fn(*placed)
+                for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+                    a, e = (np.asarray(x, np.float32) for x in (a, e))
+                    scale = max(np.abs(e).max(), 1e-3)
+                    np.testing.assert_allclose(a, e, atol=tolerance * scale, rtol=tolerance)
+                assert actual[1][0].sharding.is_equivalent_to(placed[0].sharding, 3)
+
+
 def layer_norm_with_sharded_rows():
     """No gather of x; the gradients of weight and bias are summed over the devices."""
     bias = jax.random.normal(jax.random.key(2), (40,))
@@ -237,6 +283,7 @@ def two_dimensions_of_one_array_on_one_axis():
 
 CHECKS = {
     "cross_entropy_with_sharded_rows": cross_entropy_with_sharded_rows,
+    "fused_linear_cross_entropy_with_sharded_rows": fused_linear_cross_entropy_with_sharded_rows,
     "layer_norm_with_sharded_rows": layer_norm_with_sharded_rows,
     "rope_with_split_batch_time_or_heads": rope_with_split_batch_time_or_heads,
     "two_dimensions_of_one_array_on_one_axis": two_dimensions_of_one_array_on_one_axis,

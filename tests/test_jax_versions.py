@@ -62,6 +62,25 @@ def test_cross_entropy_forward_and_backward():
     assert_kernel_equals_plain(loss, logits)
 
 
+def test_fused_linear_cross_entropy_forward_and_backward():
+    hidden = jax.random.normal(jax.random.key(0), (300, 24))
+    weight, bias = jax.random.normal(jax.random.key(1), (70, 25))[:, :24], jnp.linspace(0, 1, 70)
+    labels = (jnp.arange(300) % 70).at[:40].set(-100)
+
+    def loss(implementation, *inputs):
+        losses = [
+            jax_liger.fused_linear_cross_entropy(
+                inputs[0], inputs[1], labels, bias=inputs[2], label_smoothing=0.1, z_loss=1e-2,
+                softcap=5.0, memory=memory, reduction=reduction, implementation=implementation,
+            )
+            for memory in ("fast", 128 * 70 * 4)
+            for reduction in ("mean", "none")
+        ]  # fmt: skip
+        return sum(jnp.sum(jnp.sin(each)) for each in losses)
+
+    assert_kernel_equals_plain(loss, hidden, weight, bias)
+
+
 def test_rope_angles():
     parameters = dict(rope_theta=1e4, mrope_section=[4, 3, 1])
     frequencies = jax_liger.rope_frequencies({"head_dim": 16, "rope_parameters": parameters})

@@ -132,6 +132,60 @@ def test_rope(heads, kv_heads, size, rotary_dim, dtype, layout):
     assert backend_pallas.is_triton_call(text)
 
 
+FUSED_LINEAR = functools.partial(
+    jax_liger.fused_linear_cross_entropy, label_smoothing=0.1, z_loss=1e-3, softcap=30.0,
+    logit_scale=0.5, implementation="pallas",
+)  # fmt: skip
+# So many bytes that 700 rows are taken in one, in parts, and the weight's gradient in blocks.
+PLANS = {"kept": "fast", "parts": 128 * 1000 * 4 + 1000 * 64 * 4, "blocks": 128 * 1000 * 2}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_fused_linear_cross_entropy(vocab_axis, reduction, plan, dtype):
+    def loss(hidden, weight, bias, labels):
+        losses = FUSED_LINEAR(
+            hidden, weight, labels, bias=bias, class_weight=jnp.arange(1000.0), reduction=reduction,
+            memory=PLANS[plan], vocab_axis=vocab_axis,
+        )  # fmt: skip
+        return jnp.sum(losses)
+
+    head = (1000, 64) if vocab_axis == 0 else (64, 1000)
+    args = shapes((700, 64), head, dtype=dtype) + shapes((1000,), dtype="float32")
+    args += shapes((700,), dtype="int32")
+    for fn in (loss, jax.grad(loss, (0, 1, 2)), jax.grad(loss, 0)):
+        text = backend_pallas.lower_to_cuda(fn, *args)
+        assert backend_pallas.is_triton_call(text)
+        assert "stablehlo.transpose" not in text  # the weight is taken as it lies
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_fused_linear_cross_entropy_under_a_checked_shard_map(plan):
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
+    mesh = jax.sharding.AbstractMesh(
+        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+    rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def gradients(hidden, weight, bias, labels):
+        loss = lambda h, w, b: FUSED_LINEAR(  # noqa: E731
+            h, w, labels, bias=b, reduction="sum", memory=PLANS[plan]
+        )
+        return jax.grad(loss, (0, 1, 2))(hidden, weight, bias)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        fn = jax.shard_map(
+            gradients, in_specs=(rows, whole, whole, rows), out_specs=(rows, whole, whole)
+        )
+        args = shapes((1400, 64), (1000, 64), (1000,), dtype=jnp.bfloat16)
+        traced = jax.jit(fn).trace(*args, *shapes((1400,), dtype="int32"))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert backend_pallas.is_triton_call(text)
+    assert text.count("all_reduce") == 2  # the weight's gradient and the bias's, once each
+
+
 def test_under_a_checked_shard_map_the_weight_gradient_is_summed_once():
     norm = functools.partial(jax_liger.rms_norm, implementation="pallas")
     device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")

@@ -10,7 +10,7 @@ environment.
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,10 +87,13 @@ def pallas_call(
     programs: int,
     num_warps: int,
     interpret: bool,
+    aliases: Mapping[int, int] | None = None,
 ) -> Any:
     """Runs `kernel` on a one-dimensional grid; its refs are the whole arrays.
 
-    None among `args` or in `out_shape` reaches the kernel as None.
+    None among `args` or in `out_shape` reaches the kernel as None. `aliases` has the inputs in
+    whose memory an output is written, {input: output}, both counted without the Nones; XLA copies
+    such an input first where something else still needs it.
     """
     axes = _varying_axes(args)
     if axes:
@@ -105,6 +108,7 @@ def pallas_call(
         grid=(programs,),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
+        input_output_aliases=dict(aliases or {}),
     )(*args)
 
 

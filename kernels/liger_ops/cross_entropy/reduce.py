@@ -18,17 +18,38 @@ def reduce(
     reduction: str,
 ) -> tuple[jax.Array, jax.Array]:
     """loss and z_loss of the tokens' ce and z, as in the oracle."""
+    return summed(ce, z, factors(classes, class_weight, num_items, reduction, ce.dtype))
+
+
+def factors(
+    classes: jax.Array,
+    class_weight: jax.Array | None,
+    num_items: jax.Array | None,
+    reduction: str,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array] | None:
+    """What a token's ce and z are multiplied by before they are summed; None for "none"."""
     if reduction == "none":
+        return None
+    if reduction == "sum":
+        return jnp.ones((), dtype), jnp.ones((), dtype)
+    if num_items is not None:
+        factor = inverse(num_items, dtype)
+        return factor, factor
+    count = weight_sum = jnp.sum(classes != IGNORED)
+    if class_weight is not None:
+        weights = weight_of(class_weight.astype(dtype), classes)
+        weight_sum = jnp.sum(jnp.where(classes >= 0, weights, 0.0))
+    return inverse(weight_sum, dtype), inverse(count, dtype)
+
+
+def summed(
+    ce: jax.Array, z: jax.Array | None, factors: tuple[jax.Array, jax.Array] | None
+) -> tuple[jax.Array, jax.Array]:
+    if factors is None:
         return (ce, jnp.zeros_like(ce)) if z is None else (ce + z, z)
-    ce_factor = z_factor = jnp.ones((), ce.dtype)
-    if reduction == "mean":
-        count = weight_sum = jnp.sum(classes != IGNORED) if num_items is None else num_items
-        if num_items is None and class_weight is not None:
-            weights = weight_of(class_weight.astype(ce.dtype), classes)
-            weight_sum = jnp.sum(jnp.where(classes >= 0, weights, 0.0))
-        ce_factor, z_factor = inverse(weight_sum, ce.dtype), inverse(count, ce.dtype)
-    z = jnp.zeros((), ce.dtype) if z is None else jnp.sum(z) * z_factor
-    return jnp.sum(ce) * ce_factor + z, z
+    z = jnp.zeros((), ce.dtype) if z is None else jnp.sum(z) * factors[1]
+    return jnp.sum(ce) * factors[0] + z, z
 
 
 def inverse(count: jax.Array, dtype) -> jax.Array:

@@ -152,6 +152,7 @@ def _cases() -> list[Case]:
         Case("all-ignored-parts", (300,), 24, 80, "bfloat16", memory=_PARTS,
              ignored=tuple(range(300))),
         Case("odd-vocabulary", (130,), 20, 257, "bfloat16", memory=128 * 257 * 2 + 257 * 20 * 4),
+        Case("blocks-of-classes", (300,), 24, 290, "bfloat16", memory=128 * 290 * 2),
         Case("one-row", (1,), 8, 2, ignored=()),
         Case("no-rows", (0, 3), 8, 5),
     ]  # fmt: skip

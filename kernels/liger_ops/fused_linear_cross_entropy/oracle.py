@@ -53,7 +53,7 @@ def backward(
     rows = dx.reshape(-1, dx.shape[-1])
     gradients = {
         "dhidden": logit_scale * (dx @ _float64(weight)),
-        "dweight": logit_scale * (rows.T @ _float64(hidden).reshape(len(rows), hidden.shape[-1])),
+        "dweight": logit_scale * (rows.T @ _float64(hidden).reshape(-1, hidden.shape[-1])),
     }
     if bias is not None:
         gradients["dbias"] = rows.sum(0)

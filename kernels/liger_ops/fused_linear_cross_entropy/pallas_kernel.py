@@ -1,0 +1,347 @@
+"""Fused linear cross-entropy in Pallas for JAX: the head's products are XLA's, between them the
+kernels of cross-entropy.
+
+Launchers, then the custom_vjp, then the entry point. `Plan` says how the logits are cut:
+
+    kept      the forward keeps the logits, the backward turns them into their gradient
+    parts     mean and sum: the forward makes the gradients too, part by part, up to the factor that
+              only the backward knows; "none": the backward computes each part's logits once more
+    blocks    as parts for hidden and bias; the weight's gradient in the backward, block by block
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from liger_ops import backend_pallas
+from liger_ops.backend_pallas import as_structure, from_structure
+from liger_ops.cross_entropy import pallas_rows, reduce
+from liger_ops.cross_entropy.pallas_rows import Constants, class_weight_sum
+from liger_ops.fused_linear_cross_entropy import pallas_parts, xla
+from liger_ops.fused_linear_cross_entropy.cases import Plan
+from liger_ops.fused_linear_cross_entropy.pallas_parts import Gradients, Need, Settings, Upstream
+
+NOTHING = Need(False, False, False)
+
+
+class _Outputs(NamedTuple):
+    """What the forward makes; None for what is not.
+
+    Attributes:
+        ce, z, predicted: of the labels' shape.
+        statistics: (..., 2).
+        logits: (..., V).
+        gradients: times a power of two that `Upstream.normalized` gives of the mean's factors.
+    """
+
+    ce: Any
+    z: Any
+    predicted: Any
+    statistics: Any
+    logits: Any
+    gradients: Gradients
+
+
+def _plan(settings: Settings, need: Need, hidden: jax.Array, weight: jax.Array) -> Plan:
+    """For the rows of all devices together: where they are split, each has fewer at once."""
+    return Plan.for_shape(
+        math.prod(hidden.shape[:-1]),
+        hidden.shape[-1],
+        weight.shape[settings.vocab_axis],
+        hidden.dtype.itemsize,
+        sum_itemsize=jnp.dtype(settings.sum_dtype).itemsize,
+        needs_weight=need.weight,
+        memory=settings.memory,
+    )
+
+
+def _in_forward(settings: Settings, plan: Plan, need: Need) -> Need:
+    """The gradients that the forward makes."""
+    if plan.keeps_logits or settings.reduction == "none":
+        return NOTHING
+    return need._replace(weight=need.weight and plan.classes is None)
+
+
+def _in_backward(settings: Settings, plan: Plan, need: Need) -> Need:
+    made = _in_forward(settings, plan, need)
+    return Need(*(asked and not done for asked, done in zip(need, made, strict=True)))
+
+
+def _rows_of(array: jax.Array) -> str:
+    return " ".join(f"row{i}" for i in range(array.ndim - 1))
+
+
+def _back(leading: tuple[int, ...], tree: Any) -> Any:
+    return jax.tree.map(lambda a: a.reshape(*leading, *a.shape[1:]), tree)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _forward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, classes,
+             class_weight, factors) -> _Outputs:  # fmt: skip
+    now, later = _in_forward(settings, plan, need), _in_backward(settings, plan, need)
+    keeps_logits = plan.keeps_logits and any(need)
+
+    def local(hidden, weight, bias, classes, class_weight, weight_sum, factors):
+        leading, constants = classes.shape, Constants(class_weight, weight_sum, bias)
+        h, y = hidden.reshape(classes.size, hidden.shape[-1]), classes.reshape(-1)
+        logits, gradients = None, Gradients()
+        if keeps_logits:
+            logits = pallas_parts.logits_of(settings, h, weight)
+            tokens = pallas_rows.forward(settings.rows, logits, y, constants)
+        else:
+            upstream = _upstream(settings, factors).normalized()[1] if any(now) else None
+            tokens, gradients = pallas_parts.over_parts(
+                settings, now, plan.rows, h, weight, y, constants, upstream=upstream
+            )
+        assert tokens is not None
+        statistics = tokens.statistics if any(later) else None
+        of_rows = (tokens.ce, tokens.z, tokens.predicted, statistics, logits, gradients.hidden)
+        return *_back(leading, of_rows), gradients.weight, gradients.bias
+
+    rows, head = _rows_of(hidden), _head(settings)
+    outputs = backend_pallas.split(
+        local,
+        f"{rows} d, {head}, v, {rows}, v, one, two"
+        f" -> {rows}, {rows}, {rows}, {rows} two, {rows} v, {rows} d, {head}, v",
+        hidden, weight, bias, classes, class_weight,
+        class_weight_sum(settings.rows, class_weight), factors,
+        over=rows.split(), summed=rows.split(),
+    )  # fmt: skip
+    ce, z, predicted, statistics, logits, *gradients = outputs
+    return _Outputs(ce, z, predicted, statistics, logits, Gradients(*gradients))
+
+
+def _head(settings: Settings) -> str:
+    return "v d" if settings.vocab_axis == 0 else "d v"
+
+
+def _upstream(settings: Settings, factors: jax.Array) -> Upstream:
+    """Of every token's ce and z, by the mean's factors, (2,)."""
+    return Upstream(factors[:1], factors[1:] if settings.rows.z_loss else None)
+
+
+@_forward.defjvp
+def _forward_jvp(settings, plan, need, primals, tangents):
+    """Second derivatives come from the XLA version."""
+    now, later = _in_forward(settings, plan, need), _in_backward(settings, plan, need)
+    rows = settings.rows
+
+    def plain(hidden, weight, bias, classes, class_weight, factors):
+        losses = _plain_losses(settings, classes, class_weight)
+        (ce, z), vjp = jax.vjp(losses, hidden, weight, bias)
+        logits = xla.logits_of(hidden, weight, None, 1.0, settings.vocab_axis)
+        gradients = Gradients()
+        if any(now):
+            of_ce, of_z = _upstream(settings, factors).normalized()[1]
+            of_z = jnp.zeros_like(of_ce) if of_z is None else of_z
+            made = vjp((jnp.broadcast_to(of_ce, ce.shape), jnp.broadcast_to(of_z, z.shape)))
+            dtypes = (hidden.dtype, settings.sum_dtype, jnp.float32)
+            gradients = Gradients(
+                *(
+                    g.astype(dtype) if needed else None
+                    for g, dtype, needed in zip(made, dtypes, now, strict=True)
+                )
+            )
+        seen = rows.cap(_seen(rows, jax.lax.stop_gradient(logits), bias))
+        top = jnp.max(seen, axis=-1)
+        total = jnp.log(jnp.sum(jnp.exp(seen - top[..., None]), axis=-1))
+        predicted = jnp.argmax(seen, axis=-1).astype(jnp.int32)
+        return _Outputs(
+            ce,
+            z if rows.z_loss else None,
+            predicted if rows.predict else None,
+            jnp.stack([top, total], -1) if any(later) else None,
+            logits if plan.keeps_logits and any(need) else None,
+            gradients,
+        )
+
+    return jax.jvp(plain, primals, tangents)
+
+
+def _seen(rows: pallas_rows.Settings, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+    x = logits.astype(jnp.float32) * rows.logit_scale
+    return x if bias is None else x + jax.lax.stop_gradient(bias)
+
+
+def _plain_losses(settings: Settings, classes, class_weight) -> Any:
+    rows = settings.rows
+    return lambda hidden, weight, bias: xla.token_losses(
+        hidden, weight, classes, bias, class_weight, rows.logit_scale, settings.vocab_axis,
+        rows.label_smoothing, rows.softcap, rows.z_loss,
+    )  # fmt: skip
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _backward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, classes,
+              class_weight, statistics, logits, upstream: Upstream) -> Gradients:  # fmt: skip
+    """The gradients in the dtypes of their inputs; that of the bias in float32.
+
+    upstream: for every token, of the labels' shape, or (1,) where `reduction` is no "none".
+    """
+
+    def local(hidden, weight, bias, classes, class_weight, weight_sum, statistics, logits, *d):
+        constants = Constants(class_weight, weight_sum, bias)
+        h, y = hidden.reshape(classes.size, hidden.shape[-1]), classes.reshape(-1)
+        statistics = statistics.reshape(y.size, 2)
+        upstream, unit = Upstream(*jax.tree.map(lambda a: a.reshape(-1), d)), None
+        if hidden.dtype == jnp.float16:  # where a mean's gradients would underflow
+            unit, upstream = upstream.normalized()
+        if logits is not None:
+            logits = logits.reshape(y.size, logits.shape[-1])
+            gradients = pallas_parts.of_kept_logits(
+                settings, need, h, weight, y, constants, logits, statistics, upstream, unit
+            )
+        else:
+            by_block = plan.classes is not None and need.weight
+            by_part = need._replace(weight=need.weight and not by_block)
+            gradients = Gradients()
+            if any(by_part):
+                _, gradients = pallas_parts.over_parts(
+                    settings, by_part, plan.rows, h, weight, y, constants, upstream=upstream,
+                    statistics=statistics, unit=unit,
+                )  # fmt: skip
+            dweight, dbias = gradients.weight, gradients.bias
+            if by_block:
+                assert plan.classes is not None
+                dweight = pallas_parts.over_blocks(
+                    settings, plan.classes, h, weight, y, constants, statistics, upstream, unit
+                )
+            elif need.weight:
+                dweight = pallas_parts.scaled(dweight, unit, weight.dtype)
+            if need.bias:
+                dbias = pallas_parts.scaled(dbias, unit, jnp.float32)
+            gradients = Gradients(gradients.hidden, dweight, dbias)
+        return _back(classes.shape, gradients.hidden), gradients.weight, gradients.bias
+
+    rows, head = _rows_of(hidden), _head(settings)
+    of_token = rows if settings.reduction == "none" else "one"
+    return Gradients(
+        *backend_pallas.split(
+            local,
+            f"{rows} d, {head}, v, {rows}, v, one, {rows} two, {rows} v, {of_token}, {of_token}"
+            f" -> {rows} d, {head}, v",
+            hidden, weight, bias, classes, class_weight,
+            class_weight_sum(settings.rows, class_weight), statistics, logits, *upstream,
+            over=rows.split(), summed=rows.split(),
+        )
+    )  # fmt: skip
+
+
+@_backward.defjvp
+def _backward_jvp(settings, plan, need, primals, tangents):
+    """Second derivatives come from the XLA version."""
+
+    def plain(hidden, weight, bias, classes, class_weight, statistics, logits, upstream):
+        losses = _plain_losses(settings, classes, class_weight)
+        (ce, z), vjp = jax.vjp(losses, hidden, weight, bias)
+        of_z = jnp.zeros((), z.dtype) if upstream.dz is None else upstream.dz
+        made = vjp((jnp.broadcast_to(upstream.dce, ce.shape), jnp.broadcast_to(of_z, z.shape)))
+        dtypes = (hidden.dtype, weight.dtype, jnp.float32)
+        return Gradients(
+            *(
+                g.astype(dtype) if needed else None
+                for g, dtype, needed in zip(made, dtypes, need, strict=True)
+            )
+        )
+
+    return jax.jvp(plain, primals, tangents)
+
+
+def _reduced(settings: Settings, outputs: _Outputs, factors: jax.Array | None) -> Any:
+    pair = None if factors is None else (factors[0], factors[1])
+    return *reduce.summed(outputs.ce, outputs.z, pair), outputs.predicted
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(settings: Settings, hidden, weight, bias, classes, class_weight, factors):
+    plan = _plan(settings, NOTHING, hidden, weight)
+    given = (hidden, weight, bias, classes, class_weight, factors)
+    return _reduced(settings, _forward(settings, plan, NOTHING, *given), factors)
+
+
+def _loss_fwd(settings, hidden, weight, bias, classes, class_weight, factors):
+    given = (hidden, weight, bias, classes, class_weight, factors)
+    need = Need(*(a is not None and a.perturbed for a in given[:3]))
+    given: Any = tuple(None if a is None else a.value for a in given)
+    plan = _plan(settings, need, *given[:2])
+    outputs = _forward(settings, plan, need, *given)
+    kept = (outputs.statistics, outputs.logits, outputs.gradients)
+    return _reduced(settings, outputs, given[-1]), (as_structure(*need), given, kept)
+
+
+def _loss_bwd(settings, saved, cotangents):
+    need, given, (statistics, logits, made) = saved
+    hidden, weight, bias, classes, class_weight, factors = given
+    need, dloss = Need(*from_structure(need)), cotangents[0]
+    if isinstance(dloss, SymbolicZero):
+        return (None,) * 6
+    plan = _plan(settings, need, hidden, weight)
+    if factors is None:
+        upstream = Upstream(dloss, dloss if settings.rows.z_loss else None)
+    else:
+        upstream = jax.tree.map(lambda f: f * dloss, _upstream(settings, factors))
+    later = _in_backward(settings, plan, need)
+    gradients = Gradients()
+    if any(later):
+        gradients = _backward(
+            settings, plan, later, hidden, weight, bias, classes, class_weight, statistics, logits,
+            upstream,
+        )  # fmt: skip
+    if factors is not None and any(_in_forward(settings, plan, need)):
+        unit = _upstream(settings, factors).normalized()[0] * dloss
+        gradients = Gradients(
+            *(
+                late if early is None else pallas_parts.scaled(early, unit, like.dtype)
+                for early, late, like in zip(made, gradients, given[:3], strict=True)
+            )
+        )
+    if gradients.bias is not None:
+        gradients = gradients._replace(bias=gradients.bias.astype(bias.dtype))
+    return (*gradients, None, None, None)
+
+
+# Symbolic zeros tell which inputs ask for a gradient.
+_loss.defvjp(_loss_fwd, _loss_bwd, symbolic_zeros=True)
+
+
+def fused_linear_cross_entropy(
+    hidden: jax.Array,
+    weight: jax.Array,
+    classes: jax.Array,
+    bias: jax.Array | None,
+    class_weight: jax.Array | None,
+    num_items: jax.Array | None,
+    logit_scale: float,
+    vocab_axis: int,
+    accum_dtype: str,
+    memory: str | int,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    reduction: str,
+    predict: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """loss, z_loss (which carries no gradient) and, if asked for, predicted classes (...).
+
+    hidden and weight have one dtype; `classes` is what `cross_entropy.xla.as_classes` returns.
+    """
+    if logit_scale == 0.0:  # of which no gradient could be divided
+        hidden, logit_scale = jnp.zeros_like(hidden), 1.0
+    of_kernels = pallas_rows.Settings(
+        label_smoothing, softcap, z_loss, predict, backend_pallas.interpret(), logit_scale
+    )
+    # Only bfloat16 is summed in itself: float16 has not the range.
+    sum_dtype = accum_dtype if weight.dtype == jnp.bfloat16 else "float32"
+    settings = Settings(of_kernels, vocab_axis, reduction, sum_dtype, memory)
+    factors = reduce.factors(classes, class_weight, num_items, reduction, jnp.float32)
+    factors = None if factors is None else jnp.stack(factors)
+    given = backend_pallas.match_axes(hidden, weight, bias, classes, class_weight, factors)
+    outputs: Any = _loss(settings, *given)
+    loss, z, predicted = outputs
+    return loss, jax.lax.stop_gradient(z), predicted
