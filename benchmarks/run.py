@@ -14,21 +14,23 @@ import os
 import pathlib
 import shlex
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 OPS = ("rms_norm", "layer_norm", "swiglu", "geglu", "rope", "cross_entropy")
+OWN = ("fused_linear_cross_entropy",)  # whose modules measure and plot themselves
 PACKAGES = ("jax", "jaxlib", "torch", "triton", "liger-kernel", "transformers")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("op", choices=OPS)
+    parser.add_argument("op", choices=OPS + OWN)
     parser.add_argument("--out", type=pathlib.Path, help="JSON to write, with a PNG beside it")
     parser.add_argument("--plot", type=pathlib.Path, help="draw the PNG of this JSON and stop")
     parser.add_argument("--quick", action="store_true", help="one shape, and the launch costs")
     args = parser.parse_args()
     if args.plot:
-        plot(json.loads(args.plot.read_text()), args.plot.with_suffix(".png"))
+        _plot_of(args.op)(json.loads(args.plot.read_text()), args.plot.with_suffix(".png"))
         return
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -36,10 +38,15 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         sys.exit("benchmarks/run.py needs an NVIDIA GPU, and torch sees none")
-    import measuring
+    module = importlib.import_module(args.op)
+    if args.op in OWN:
+        measured = module.measure(args.quick)
+    else:
+        import measuring
 
+        measured = measuring.measure(module, args.quick)
     rows = []
-    for row in measuring.measure(importlib.import_module(args.op), args.quick):
+    for row in measured:
         rows.append(row)
         print(_line(row), flush=True)
     result = {
@@ -51,7 +58,11 @@ def main() -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-        plot(result, args.out.with_suffix(".png"))
+        _plot_of(args.op)(result, args.out.with_suffix(".png"))
+
+
+def _plot_of(op: str) -> Callable[[dict, pathlib.Path], None]:
+    return importlib.import_module(op).plot if op in OWN else plot
 
 
 def _version(package: str) -> str | None:

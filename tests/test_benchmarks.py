@@ -28,6 +28,7 @@ SMALL = {
     "rope": [(2, 5, 3, 1, 16)],
     "cross_entropy": [(6, 33)],
 }
+OURS_AND_PLAIN = {"torch_liger", "eager"}
 KEYS = {"op", "pass", "rows", "dim", "shape", "dtype", "implementation", "microseconds"}
 
 
@@ -153,6 +154,37 @@ def test_one_that_overwrites_gets_copies():
     assert {r["pass"] for r in rows if r["implementation"] == "overwriting"} == set(case.arrays)
     after = [t for args in inputs for t in args]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_fused_linear_cross_entropy_checks_what_it_times(tmp_path):
+    head = importlib.import_module("fused_linear_cross_entropy")
+    given = head.draw(64, 32, 96, DEVICE)
+    exact = head.exact_gradients(*given)
+    functions = head.torch_implementations()
+    if DEVICE == "cpu":  # Inductor and liger-kernel want a GPU
+        functions = {n: f for n, f in functions.items() if n.split(",")[0] in OURS_AND_PLAIN}
+    errors = {
+        name: head.check(name, head.torch_gradients(function, *given), exact)
+        for name, function in functions.items()
+    }
+    arrays = [measuring.from_torch(t.detach()) for t in given[:2]]
+    labels = measuring.from_torch(given[2].int())
+    for name, function in head.jax_implementations().items():
+        gradients = head.jax_gradients(function)(*arrays, labels)
+        errors[name] = head.check(name, [measuring.to_torch(g) for g in gradients], exact)
+    assert {name.split(",")[0] for name in errors} >= OURS_AND_PLAIN | {"jax_liger", "XLA"}
+    with pytest.raises(ArithmeticError, match="must be below"):
+        head.check("halved", [g / 2 for g in exact], exact)
+    head._torch_products(given[0].detach(), given[1].detach())
+    jax.block_until_ready(head._jax_products(*arrays))
+
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"shape": "64 x 32 x 96", "implementation": name, "of_products": 1.0, "gibibytes": i}
+        for i, name in enumerate(errors)
+    ]
+    head.plot({"rows": rows, "device": "none"}, tmp_path / "result.png")
+    assert (tmp_path / "result.png").stat().st_size > 5_000
 
 
 def test_enough_sets_to_miss_the_cache(monkeypatch):

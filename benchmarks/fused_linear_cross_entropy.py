@@ -1,0 +1,229 @@
+"""fused_linear_cross_entropy, forward plus backward: time over the bare products, and memory.
+
+Products are timed again before each implementation, since the card slows down as it warms up. The
+memory is what is allocated at most beside the inputs and the gradients.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import jax_liger
+import torch_liger
+from jax_liger.interop import from_torch, to_torch
+
+SHAPES = [  # rows, D, V
+    (4096, 4096, 128256),
+    (16384, 4096, 128256),
+    (65536, 4096, 128256),
+    (16384, 2048, 128256),
+    (16384, 3584, 152064),
+    (16384, 2304, 256000),
+    (16384, 4096, 32000),
+]
+CHECKED_ROWS = 512  # whose gradients are compared with float64 ones first
+LARGEST_ERROR = 1e-2
+ROUNDS = 5
+PART = 2048  # rows of one bare product
+GIB = 2**30
+
+Row = dict[str, Any]
+
+
+def measure(quick: bool = False) -> Iterator[Row]:
+    for shape in SHAPES[:1] if quick else SHAPES:
+        yield from _one_shape(*shape)
+
+
+def draw(rows: int, dim: int, vocab: int, device: str) -> tuple[torch.Tensor, ...]:
+    """hidden, weight and labels: half of the tokens have peaked distributions, half flat ones."""
+    hidden = torch.randn(rows, dim, device=device)
+    hidden[::2] *= 3.0
+    weight = torch.randn(vocab, dim, device=device, dtype=torch.bfloat16).mul_(1.5 / dim**0.5)
+    labels = torch.randint(vocab, (rows,), device=device)
+    return hidden.bfloat16().requires_grad_(), weight.requires_grad_(), labels
+
+
+def torch_implementations(kernel: str = "triton") -> dict[str, Callable[..., torch.Tensor]]:
+    """Functions of (hidden, weight, labels) to the mean loss."""
+    ours = functools.partial(torch_liger.fused_linear_cross_entropy, implementation=kernel)
+    eager = functools.partial(torch_liger.fused_linear_cross_entropy, implementation="eager")
+    found: dict[str, Callable[..., torch.Tensor]] = {
+        "torch_liger": ours,
+        "torch_liger, bfloat16 sums": functools.partial(ours, accum_dtype=torch.bfloat16),
+        "torch_liger, least memory": functools.partial(ours, memory="least"),
+        "eager": eager,
+        "torch.compile": torch.compile(eager),
+    }
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as liger
+    except ImportError:
+        return found
+    found["liger-kernel"] = liger
+    found["liger-kernel, float32 sums"] = functools.partial(liger, accum_dtype=torch.float32)
+    return found
+
+
+def jax_implementations() -> dict[str, Callable[..., jax.Array]]:
+    ours = functools.partial(jax_liger.fused_linear_cross_entropy, implementation="pallas")
+    return {
+        "jax_liger": ours,
+        "jax_liger, bfloat16 sums": functools.partial(ours, accum_dtype="bfloat16"),
+        "jax_liger, least memory": functools.partial(ours, memory="least"),
+        "XLA": functools.partial(jax_liger.fused_linear_cross_entropy, implementation="xla"),
+    }
+
+
+def torch_gradients(function: Callable[..., torch.Tensor], hidden, weight, labels) -> Any:
+    return torch.autograd.grad(function(hidden, weight, labels), (hidden, weight))
+
+
+def jax_gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    return jax.jit(jax.grad(lambda h, w, y: function(h, w, y), (0, 1)))
+
+
+def exact_gradients(hidden, weight, labels) -> tuple[torch.Tensor, ...]:
+    """Of float64 logits of a few rows."""
+    h, w = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    loss = torch.nn.functional.cross_entropy(h @ w.t(), labels)
+    return torch.autograd.grad(loss, (h, w))
+
+
+def check(name: str, actual: Any, exact: Any) -> float:
+    """The largest relative error; raises where it is too large to go on."""
+    errors = [
+        ((a.double() - e).norm() / e.norm()).item() for a, e in zip(actual, exact, strict=True)
+    ]
+    if not all(error < LARGEST_ERROR for error in errors):  # a NaN is too large as well
+        raise ArithmeticError(
+            f"{name}: relative errors against float64 must be below {LARGEST_ERROR}; got {errors}"
+        )
+    return max(errors)
+
+
+def _one_shape(rows: int, dim: int, vocab: int) -> Iterator[Row]:
+    torch._dynamo.reset()
+    given = draw(rows, dim, vocab, "cuda")
+    some = (*(t.detach()[:CHECKED_ROWS].requires_grad_() for t in given[:1]), given[1],
+            given[2][:CHECKED_ROWS])  # fmt: skip
+    exact = exact_gradients(*some)
+    half = given[2].clone()
+    half[::2] = -100
+
+    def row(name: str, ms: float, products: float, peak: float, error: float) -> Row:
+        return {
+            "op": "fused_linear_cross_entropy", "pass": "forward + backward", "rows": rows,
+            "dim": dim, "vocab": vocab, "shape": f"{rows} x {dim} x {vocab}", "dtype": "bfloat16",
+            "implementation": name, "microseconds": ms * 1e3, "of_products": ms / products,
+            "gibibytes": peak / GIB, "error": error,
+        }  # fmt: skip
+
+    gradient_bytes = 2 * (rows + vocab) * dim
+    bare = functools.partial(_torch_products, given[0].detach(), given[1].detach())
+    for name, function in torch_implementations().items():
+        error = check(name, torch_gradients(function, *some), exact)
+        for suffix, labels in (("", given[2]), (", half ignored", half)):
+            work = functools.partial(torch_gradients, function, *given[:2], labels)
+            try:
+                peak = _torch_peak(work) - gradient_bytes
+                products, ms = _torch_milliseconds(bare), _torch_milliseconds(work)
+            except torch.OutOfMemoryError:
+                continue
+            yield row(name + suffix, ms, products, peak, error)
+    torch.cuda.empty_cache()
+
+    arrays = [from_torch(t.detach()) for t in given[:2]]
+    labels = [from_torch(t.int()) for t in (given[2], half)]
+    bare = jax.jit(_jax_products)
+    for name, function in jax_implementations().items():
+        fn = jax_gradients(function)
+        few = (arrays[0][:CHECKED_ROWS], arrays[1], labels[0][:CHECKED_ROWS])
+        error = check(name, [to_torch(g) for g in fn(*few)], exact)
+        for suffix, y in zip(("", ", half ignored"), labels, strict=True):
+            peak = fn.lower(*arrays, y).compile().memory_analysis().temp_size_in_bytes
+            products = _jax_milliseconds(bare, *arrays)
+            yield row(name + suffix, _jax_milliseconds(fn, *arrays, y), products, peak, error)
+
+
+def _torch_products(hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    for part in hidden.split(PART):
+        logits = part @ weight.t()
+        logits @ weight
+        logits.t() @ part
+
+
+def _jax_products(hidden: jax.Array, weight: jax.Array) -> Any:
+    """The three products of every part, each of its results reduced to a few numbers."""
+
+    def step(kept, part):
+        logits = part @ weight.T
+        # The barrier keeps the compiler from computing the one number alone that is looked at.
+        dhidden, dweight = jax.lax.optimization_barrier((logits @ weight, logits.T @ part))
+        return kept + dhidden[0, 0] + dweight[0, 0], None
+
+    parts = hidden.reshape(-1, min(PART, len(hidden)), hidden.shape[1])
+    return jax.lax.scan(step, jnp.zeros((), hidden.dtype), parts)[0]
+
+
+def _torch_peak(work: Callable[[], Any]) -> float:
+    work()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _torch_milliseconds(work: Callable[[], Any]) -> float:
+    work()
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def _jax_milliseconds(work: Callable[..., Any], *args: jax.Array) -> float:
+    """With the host's dispatch and wait, which are little beside such a time."""
+    jax.block_until_ready(work(*args))
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        jax.block_until_ready(work(*args))
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def plot(result: dict, path: Any) -> None:
+    """One panel a shape: time over the products against memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in result["rows"] if "half" not in row["implementation"]]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    figure, axes = plt.subplots(len(shapes), figsize=(8, 4 * len(shapes)), squeeze=False)
+    for axis, shape in zip(axes[:, 0], shapes, strict=True):
+        for row in rows:
+            if row["shape"] == shape:
+                axis.scatter(row["gibibytes"], row["of_products"])
+                axis.annotate(
+                    row["implementation"], (row["gibibytes"], row["of_products"]), fontsize="small"
+                )
+        axis.set_xlabel("GiB beside inputs and gradients")
+        axis.set_ylabel("time, the three products = 1")
+        axis.set_title(f"{shape}, bfloat16, {result['device']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
