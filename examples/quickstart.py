@@ -1,9 +1,9 @@
 """Trains one small LLaMA twice, in Flax and in PyTorch, and checks that the losses agree.
 
-Both start from the same weights and see the same batches in the same order. The Flax model's norms
-are `jax_liger.nnx.RMSNorm`; in the transformers model each LlamaRMSNorm is replaced by
-`torch_liger.nn.LigerRMSNorm`. Writes the two loss curves and their difference as JSON and as a
-plot, and exits with status 1 when the curves part by more than a bound.
+Both start from the same weights and see the same batches in the same order. The Flax model's norms,
+rotations, activations and loss are those of `jax_liger`; in the transformers model each
+LlamaRMSNorm is replaced by `torch_liger.nn.LigerRMSNorm`. Writes the two loss curves and their
+difference as JSON and as a plot, and exits with status 1 when the curves part by more than a bound.
 
     python examples/quickstart.py
     python examples/quickstart.py --data my_tasks.jsonl --steps 200
@@ -45,6 +45,7 @@ from instruction_data import (
     load_examples,
     train_tokenizer,
 )
+from jax_liger import cross_entropy
 from torch_liger.nn import LigerRMSNorm
 
 VOCAB_SIZE = 2048  # at most; a small file has fewer pairs to merge
@@ -125,17 +126,17 @@ def torch_train_step(model: LlamaForCausalLM, rates: np.ndarray) -> Callable[...
     return train_step
 
 
-def flax_train_step(model: nnx.Module, rates: np.ndarray) -> Callable[..., float]:
+def flax_train_step(
+    model: nnx.Module, rates: np.ndarray, implementation: str | None = None
+) -> Callable[..., float]:
     rates = jnp.asarray(rates)
     optimizer = nnx.Optimizer(model, optax.adamw(lambda step: rates[step], **ADAMW), wrt=nnx.Param)
 
     def loss_fn(model: nnx.Module, input_ids: jax.Array, labels: jax.Array) -> jax.Array:
         logits, targets = model(input_ids)[:, :-1], labels[:, 1:]
-        supervised = targets != IGNORE_INDEX
-        token_losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits, jnp.where(supervised, targets, 0)
+        return cross_entropy(
+            logits, targets, ignore_index=IGNORE_INDEX, implementation=implementation
         )
-        return jnp.where(supervised, token_losses, 0.0).sum() / supervised.sum()
 
     @nnx.jit
     def update(model, optimizer, input_ids, labels):
@@ -217,8 +218,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     torch_model = LlamaForCausalLM(config)
     weights = {name: tensor.numpy() for name, tensor in torch_model.state_dict().items()}
-    flax_norm, torch_norm = IMPLEMENTATIONS[args.implementation]
-    flax_model = tiny_llama.from_hf_state_dict(config, weights, implementation=flax_norm)
+    flax_kernels, torch_norm = IMPLEMENTATIONS[args.implementation]
+    flax_model = tiny_llama.from_hf_state_dict(config, weights, implementation=flax_kernels)
     use_liger_norms(torch_model, torch_norm)
     torch_model.to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -253,7 +254,7 @@ def main(argv: list[str] | None = None) -> None:
         f"devices: {report['devices']}\nprecision: {report['precision']}"
     )
     with jax.default_matmul_precision(PRECISION):
-        flax, flax_speed = train("Flax", flax_train_step(flax_model, rates), batches)
+        flax, flax_speed = train("Flax", flax_train_step(flax_model, rates, flax_kernels), batches)
     pytorch, torch_speed = train("PyTorch", torch_train_step(torch_model, rates), batches)
 
     difference = np.abs(flax - pytorch)

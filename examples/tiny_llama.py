@@ -10,28 +10,15 @@ import numpy as np
 from flax import nnx
 from transformers import LlamaConfig
 
-from jax_liger.nnx import RMSNorm
-
-
-def rope_cos_sin(config: LlamaConfig, length: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the rotation angles, each (T, 1, H/2), float32."""
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-    inv_freq = np.float32(1.0) / np.float32(config.rope_parameters["rope_theta"]) ** exponent
-    angles = np.arange(length, dtype=np.float32)[:, None, None] * inv_freq  # (T, 1, H/2)
-    return jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles))
-
-
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x (B, T, heads, H) in the half layout: dimension i is paired with i + H/2."""
-    x1, x2 = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+from jax_liger import rope, rope_angles, rope_frequencies
+from jax_liger.nnx import RMSNorm, SwiGLUMLP
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, implementation: str | None, *, rngs: nnx.Rngs):
         D, H = config.hidden_size, config.head_dim
         N, K, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
-        self.head_dim = H
+        self.head_dim, self.implementation = H, implementation
         self.q_proj = nnx.Linear(D, N * H, use_bias=bias, rngs=rngs)
         self.k_proj = nnx.Linear(D, K * H, use_bias=bias, rngs=rngs)
         self.v_proj = nnx.Linear(D, K * H, use_bias=bias, rngs=rngs)
@@ -42,21 +29,10 @@ class Attention(nnx.Module):
         q = self.q_proj(x).reshape(B, T, -1, self.head_dim)  # (B, T, N, H)
         k = self.k_proj(x).reshape(B, T, -1, self.head_dim)  # (B, T, K, H)
         v = self.v_proj(x).reshape(B, T, -1, self.head_dim)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k = rope(q, k, cos, sin, implementation=self.implementation)
         # Causal and no padding mask: the padding is on the right, after every supervised token.
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(out.reshape(B, T, -1))
-
-
-class MLP(nnx.Module):
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nnx.Linear(D, F, use_bias=bias, rngs=rngs)
-        self.up_proj = nnx.Linear(D, F, use_bias=bias, rngs=rngs)
-        self.down_proj = nnx.Linear(F, D, use_bias=bias, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 def _norm(config: LlamaConfig, implementation: str | None, rngs: nnx.Rngs) -> RMSNorm:
@@ -71,9 +47,15 @@ def _norm(config: LlamaConfig, implementation: str | None, rngs: nnx.Rngs) -> RM
 class DecoderLayer(nnx.Module):
     def __init__(self, config: LlamaConfig, implementation: str | None, *, rngs: nnx.Rngs):
         self.input_layernorm = _norm(config, implementation, rngs)
-        self.self_attn = Attention(config, rngs=rngs)
+        self.self_attn = Attention(config, implementation, rngs=rngs)
         self.post_attention_layernorm = _norm(config, implementation, rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = SwiGLUMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            use_bias=config.mlp_bias,
+            implementation=implementation,
+            rngs=rngs,
+        )
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -82,7 +64,7 @@ class DecoderLayer(nnx.Module):
 
 class Backbone(nnx.Module):
     def __init__(self, config: LlamaConfig, implementation: str | None, *, rngs: nnx.Rngs):
-        self.config = config
+        self.frequencies = rope_frequencies(config)
         self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
         self.layers = nnx.List(
             [
@@ -94,7 +76,7 @@ class Backbone(nnx.Module):
 
     def __call__(self, input_ids: jax.Array) -> jax.Array:
         x = self.embed_tokens(input_ids)  # (B, T, D)
-        cos, sin = rope_cos_sin(self.config, input_ids.shape[1])
+        cos, sin = rope_angles(jnp.arange(input_ids.shape[1]), self.frequencies)  # (T, H)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.norm(x)
@@ -103,7 +85,7 @@ class Backbone(nnx.Module):
 class TinyLlama(nnx.Module):
     """LlamaForCausalLM in Flax: (B, T) token ids to (B, T, V) logits.
 
-    `implementation` goes to every RMSNorm: None, "pallas" or "xla".
+    `implementation` goes to every norm, rotation and activation: None, "pallas" or "xla".
     """
 
     def __init__(self, config: LlamaConfig, *, implementation: str | None = None, rngs: nnx.Rngs):
@@ -121,12 +103,8 @@ class TinyLlama(nnx.Module):
 
 
 def _refuse_unsupported(config: LlamaConfig) -> None:
-    supported = {"hidden_act": "silu", "attention_dropout": 0.0, "rope_type": "default"}
-    found = {
-        "hidden_act": config.hidden_act,
-        "attention_dropout": config.attention_dropout,
-        "rope_type": config.rope_parameters["rope_type"],
-    }
+    supported = {"hidden_act": "silu", "attention_dropout": 0.0}
+    found = {"hidden_act": config.hidden_act, "attention_dropout": config.attention_dropout}
     if found != supported:
         raise ValueError(f"TinyLlama supports {supported}, but the config has {found}")
 

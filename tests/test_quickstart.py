@@ -1,5 +1,6 @@
 """The example that trains in both frameworks: its data, its two models and its verdict."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -276,11 +277,9 @@ def other_norm_eps(monkeypatch):
 
 
 def interleaved_rope(monkeypatch):
-    def apply_rope(x, cos, sin):
-        x1, x2 = x[..., ::2], x[..., 1::2]
-        return jnp.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).reshape(x.shape)
-
-    monkeypatch.setattr(tiny_llama, "apply_rope", apply_rope)
+    monkeypatch.setattr(
+        tiny_llama, "rope", functools.partial(tiny_llama.rope, layout="interleaved")
+    )
 
 
 def other_adam_eps(monkeypatch):
