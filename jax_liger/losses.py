@@ -98,10 +98,8 @@ def cross_entropy(
         ce, z = cross_entropy_xla.token_losses(logits, classes, class_weight, *settings)
         predicted = cross_entropy_xla.predict(logits, softcap)  # dead code unless it is returned
     loss, z = reduce.reduce(ce, z, classes, class_weight, items, reduction)
-    extras: list[Any] = [z] if return_z_loss else []
-    if return_metrics:
-        extras.append(reduce.metrics(predicted, classes))
-    return (loss, *extras) if extras else loss
+    metrics = reduce.metrics(predicted, classes) if return_metrics else None
+    return _with_extras(loss, z, metrics, return_z_loss)
 
 
 def fused_linear_cross_entropy(
@@ -214,10 +212,8 @@ def fused_linear_cross_entropy(
         )
         predicted = cross_entropy_xla.predict(logits, softcap)  # dead code unless it is returned
         loss, z = reduce.reduce(ce, z, classes, class_weight, items, reduction)
-    extras: list[Any] = [jax.lax.stop_gradient(z)] if return_z_loss else []
-    if return_metrics:
-        extras.append(reduce.metrics(predicted, classes))
-    return (loss, *extras) if extras else loss
+    metrics = reduce.metrics(predicted, classes) if return_metrics else None
+    return _with_extras(loss, jax.lax.stop_gradient(z), metrics, return_z_loss)
 
 
 def per_token_logps(
@@ -274,3 +270,10 @@ def per_token_logps(
         reduction="none",
         implementation=implementation,
     )
+
+
+def _with_extras(loss: jax.Array, z: jax.Array, metrics: Any, z_asked: bool) -> Any:
+    """The loss, or a tuple of it and what else was asked for."""
+    extras: list[Any] = [z] if z_asked else []
+    extras += [] if metrics is None else [metrics]
+    return (loss, *extras) if extras else loss

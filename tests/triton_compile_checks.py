@@ -12,9 +12,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from liger_ops import row_sums
-from liger_ops.cross_entropy import triton_rows
+from liger_ops.cross_entropy import triton_reduce, triton_rows
 from liger_ops.cross_entropy.cases import Config as CrossEntropyConfig
-from liger_ops.fused_linear_cross_entropy import triton_kernel as linear_kernel
+from liger_ops.fused_linear_cross_entropy import triton_parts
 from liger_ops.layer_norm import triton_kernel as layer_norm_kernel
 from liger_ops.layer_norm import triton_wide as layer_norm_wide
 from liger_ops.layer_norm.cases import Config as LayerNormConfig
@@ -136,7 +136,7 @@ def cross_entropy(classes: int, dtype: str, everything: bool, scalar: str = "fp3
     compile_kernel(triton_rows.backward_kernel, arguments, config.backward_warps)
     bias = {"dbias_ptr": "*fp32", "dz_ptr": None, "ROWS": 16, "BLOCK": 128}
     compile_kernel(triton_rows.bias_gradient_kernel, {**arguments, **bias}, 4)
-    compile_kernel(triton_rows.reduce_kernel, {**arguments, "BLOCK": 1024}, 8)
+    compile_kernel(triton_reduce.reduce_kernel, {**arguments, "BLOCK": 1024}, 8)
 
 
 def finish(source: str, target: str) -> None:
@@ -144,7 +144,7 @@ def finish(source: str, target: str) -> None:
         "source_ptr": TYPES[source], "target_ptr": TYPES[target], "factor_ptr": "*fp32",
         "size": "i32", "IN_PLACE": source == target, "BLOCK": 4096,
     }  # fmt: skip
-    compile_kernel(linear_kernel._finish_kernel, arguments, 8)
+    compile_kernel(triton_parts._finish_kernel, arguments, 8)
 
 
 def rope(heads: int, kv_heads: int, head_dim: int, size: int, dtype: str, layout: str) -> None:

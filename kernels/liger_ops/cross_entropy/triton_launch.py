@@ -8,11 +8,11 @@ import triton
 from liger_ops import backend_triton
 from liger_ops.backend_triton import row_stride, rows
 from liger_ops.cross_entropy.cases import Config
+from liger_ops.cross_entropy.triton_reduce import reduce_kernel
 from liger_ops.cross_entropy.triton_rows import (
     backward_kernel,
     bias_gradient_kernel,
     forward_kernel,
-    reduce_kernel,
 )
 
 
