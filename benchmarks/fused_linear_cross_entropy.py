@@ -7,7 +7,7 @@ memory is what is allocated at most beside the inputs and the gradients.
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -30,14 +30,15 @@ SHAPES = [  # rows, D, V
 CHECKED_ROWS = 512  # whose gradients are compared with float64 ones first
 LARGEST_ERROR = 1e-2
 ROUNDS = 5
+MOST_ROWS_OF_ALL = 16384  # where those that hold all logits still take part
 PART = 2048  # rows of one bare product
 GIB = 2**30
 
 Row = dict[str, Any]
 
 
-def measure(quick: bool = False) -> Iterator[Row]:
-    for shape in SHAPES[:1] if quick else SHAPES:
+def measure(quick: bool = False, shapes: Iterable[tuple[int, ...]] = ()) -> Iterator[Row]:
+    for shape in shapes or (SHAPES[:1] if quick else SHAPES):
         yield from _one_shape(*shape)
 
 
@@ -127,8 +128,10 @@ def _one_shape(rows: int, dim: int, vocab: int) -> Iterator[Row]:
     gradient_bytes = 2 * (rows + vocab) * dim
     bare = functools.partial(_torch_products, given[0].detach(), given[1].detach())
     for name, function in torch_implementations().items():
+        if rows > MOST_ROWS_OF_ALL and name in ("eager", "torch.compile"):
+            continue
         error = check(name, torch_gradients(function, *some), exact)
-        for suffix, labels in (("", given[2]), (", half ignored", half)):
+        for suffix, labels in _labels(name, given[2], half):
             work = functools.partial(torch_gradients, function, *given[:2], labels)
             try:
                 peak = _torch_peak(work) - gradient_bytes
@@ -142,13 +145,21 @@ def _one_shape(rows: int, dim: int, vocab: int) -> Iterator[Row]:
     labels = [from_torch(t.int()) for t in (given[2], half)]
     bare = jax.jit(_jax_products)
     for name, function in jax_implementations().items():
+        if rows > MOST_ROWS_OF_ALL and name == "XLA":
+            continue
         fn = jax_gradients(function)
         few = (arrays[0][:CHECKED_ROWS], arrays[1], labels[0][:CHECKED_ROWS])
         error = check(name, [to_torch(g) for g in fn(*few)], exact)
-        for suffix, y in zip(("", ", half ignored"), labels, strict=True):
+        for suffix, y in _labels(name, *labels):
             peak = fn.lower(*arrays, y).compile().memory_analysis().temp_size_in_bytes
             products = _jax_milliseconds(bare, *arrays)
             yield row(name + suffix, _jax_milliseconds(fn, *arrays, y), products, peak, error)
+
+
+def _labels(name: str, all_count: Any, half: Any) -> list[tuple[str, Any]]:
+    """Peers multiply ignored rows as all others."""
+    ours = name.startswith(("torch_liger", "jax_liger"))
+    return [("", all_count), (", half ignored", half)] if ours else [("", all_count)]
 
 
 def _torch_products(hidden: torch.Tensor, weight: torch.Tensor) -> None:
@@ -214,16 +225,21 @@ def plot(result: dict, path: Any) -> None:
 
     rows = [row for row in result["rows"] if "half" not in row["implementation"]]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    figure, axes = plt.subplots(len(shapes), figsize=(8, 4 * len(shapes)), squeeze=False)
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    figure, axes = plt.subplots(len(shapes), figsize=(8, 3.5 * len(shapes)), squeeze=False)
     for axis, shape in zip(axes[:, 0], shapes, strict=True):
-        for row in rows:
-            if row["shape"] == shape:
-                axis.scatter(row["gibibytes"], row["of_products"])
-                axis.annotate(
-                    row["implementation"], (row["gibibytes"], row["of_products"]), fontsize="small"
-                )
+        for i, name in enumerate(names):
+            points = [
+                (row["gibibytes"], row["of_products"])
+                for row in rows
+                if (row["shape"], row["implementation"]) == (shape, name)
+            ]
+            if points:
+                style = {"color": f"C{i % 10}", "marker": "ox"[i // 10]}
+                axis.scatter(*zip(*points, strict=True), label=name, **style)
         axis.set_xlabel("GiB beside inputs and gradients")
         axis.set_ylabel("time, the three products = 1")
         axis.set_title(f"{shape}, bfloat16, {result['device']}")
+        axis.legend(fontsize="small", bbox_to_anchor=(1.0, 1.0), loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -28,6 +28,10 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="JSON to write, with a PNG beside it")
     parser.add_argument("--plot", type=pathlib.Path, help="draw the PNG of this JSON and stop")
     parser.add_argument("--quick", action="store_true", help="one shape, and the launch costs")
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="ROWSxDxV",
+        help="of fused_linear_cross_entropy: this shape alone; may be given several times",
+    )  # fmt: skip
     args = parser.parse_args()
     if args.plot:
         _plot_of(args.op)(json.loads(args.plot.read_text()), args.plot.with_suffix(".png"))
@@ -40,7 +44,8 @@ def main() -> None:
         sys.exit("benchmarks/run.py needs an NVIDIA GPU, and torch sees none")
     module = importlib.import_module(args.op)
     if args.op in OWN:
-        measured = module.measure(args.quick)
+        shapes = [tuple(map(int, shape.split("x"))) for shape in args.shape]
+        measured = module.measure(args.quick, shapes)
     else:
         import measuring
 

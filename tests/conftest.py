@@ -14,6 +14,8 @@ def _has_gpu() -> bool:
 
 
 HAS_GPU = _has_gpu()
+# PyTorch multiplies float32 in full precision unless asked otherwise, and JAX on a GPU does not.
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["PALLAS_INTERPRET"] = "1"

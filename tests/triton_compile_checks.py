@@ -14,7 +14,7 @@ from triton.compiler import ASTSource, compile
 from liger_ops import row_sums
 from liger_ops.cross_entropy import triton_reduce, triton_rows
 from liger_ops.cross_entropy.cases import Config as CrossEntropyConfig
-from liger_ops.fused_linear_cross_entropy import triton_parts
+from liger_ops.fused_linear_cross_entropy import triton_parts, triton_products
 from liger_ops.layer_norm import triton_kernel as layer_norm_kernel
 from liger_ops.layer_norm import triton_wide as layer_norm_wide
 from liger_ops.layer_norm.cases import Config as LayerNormConfig
@@ -34,7 +34,9 @@ TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 def compile_kernel(kernel: Any, arguments: dict[str, Any], num_warps: int, **options: Any) -> None:
     """`arguments`: a type for what is given at run time, anything else is a constant."""
     names = kernel.arg_names
-    is_type = lambda value: isinstance(value, str) and value in TYPE_NAMES  # noqa: E731
+    is_type = lambda value: (  # noqa: E731
+        isinstance(value, str) and (value in TYPE_NAMES or value.startswith("tensordesc"))
+    )
     source = ASTSource(
         fn=kernel,
         signature={n: arguments[n] if is_type(arguments[n]) else "constexpr" for n in names},
@@ -42,7 +44,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], num_warps: int, **opt
         attrs={
             (i,): [["tt.divisibility", 16]]
             for i, n in enumerate(names)
-            if is_type(arguments[n]) and not arguments[n].startswith("f")
+            if is_type(arguments[n]) and arguments[n].startswith(("*", "i"))
         },
     )
     compiled = compile(source, target=TARGET, options={"num_warps": num_warps, **options})
@@ -147,6 +149,24 @@ def finish(source: str, target: str) -> None:
     compile_kernel(triton_parts._finish_kernel, arguments, 8)
 
 
+def product(dtype: str, sum_dtype: str, a_across: bool, b_across: bool, add: bool) -> None:
+    config = triton_products.Config.for_sum(4 if sum_dtype == "float32" else 2)
+    m, n, k = config.block_m, config.block_n, config.block_k
+    descriptor = lambda dtype, *block: f"tensordesc<{TYPES[dtype][1:]}{list(block)}>"  # noqa: E731
+    arguments = {
+        "a_desc": descriptor(dtype, *((k, m) if a_across else (m, k))),
+        "b_desc": descriptor(dtype, *((n, k) if b_across else (k, n))),
+        "c_desc": descriptor(sum_dtype, m, n // config.pieces),
+        "live_ptr": "*i32", "first_row": "i32", "M": "i32", "N": "i32", "K": "i32",
+        "scale": "fp32", "A_ACROSS": a_across, "B_ACROSS": b_across, "DEPTH": a_across,
+        "ADD": add, "SCALE": add, "PROGRAMS": 132, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k,
+        "PIECES": config.pieces, "GROUP": config.group,
+    }  # fmt: skip
+    compile_kernel(
+        triton_products._product_kernel, arguments, config.num_warps, num_stages=config.num_stages
+    )
+
+
 def rope(heads: int, kv_heads: int, head_dim: int, size: int, dtype: str, layout: str) -> None:
     config, pointer = RopeConfig.for_shape(4096, heads, kv_heads, head_dim), TYPES[dtype]
     shares, block_n, block_k = config.deal(heads, kv_heads)
@@ -172,6 +192,12 @@ if __name__ == "__main__":
     cross_entropy(1000, "bfloat16", everything=True, scalar="fp64")
     for source, target in itertools.product(TYPES, TYPES):
         finish(source, target)
+    if TARGET.arch == 90:
+        for dtype in ("bfloat16", "float16"):
+            product(dtype, dtype, a_across=False, b_across=True, add=False)
+            product(dtype, dtype, a_across=False, b_across=False, add=False)
+            product(dtype, "float32", a_across=True, b_across=False, add=True)
+        product("bfloat16", "bfloat16", a_across=True, b_across=False, add=True)
     for layout in ("half", "interleaved"):
         for dtype in TYPES:
             rope(32, 8, 128, 128, dtype, layout)

@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
 
 from liger_ops import choosing
@@ -24,39 +22,10 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST_TRITON = (3, 4)
 
 
-def _round_in_the_interpreter() -> None:
-    """Triton's interpreter truncates float32 to bfloat16 where the GPU rounds to nearest even."""
-    from triton.runtime import interpreter
-
-    truncating = interpreter._convert_float
-
-    def convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-        if (source.name, target.name) == ("fp32", "bf16"):
-            return data.astype(ml_dtypes.bfloat16).view(np.uint16)
-        return truncating(data, source, target, rounding_mode)
-
-    interpreter._convert_float = convert_float
-
-
-def _sum_in_a_tree_in_the_interpreter() -> None:
-    """NumPy adds up one number after another along any axis but the last; a GPU never does."""
-    from triton.runtime import interpreter
-
-    def sum_in_a_tree(self: Any, input: Any) -> Any:
-        data, axis = input.handle.data, self.axis
-        if axis is None:
-            total = np.sum(data, keepdims=self.keep_dims)
-        else:
-            total = np.sum(np.ascontiguousarray(np.moveaxis(data, axis, -1)), axis=-1)
-            total = np.expand_dims(total, axis) if self.keep_dims else total
-        return self.to_tensor(total, input.dtype)
-
-    interpreter.ReduceOps.sum = sum_in_a_tree
-
-
 if INTERPRET and triton is not None:
-    _round_in_the_interpreter()
-    _sum_in_a_tree_in_the_interpreter()
+    from liger_ops import triton_interpreter
+
+    triton_interpreter.install()
 
 
 def choose(implementation: str | None, op: str, x: torch.Tensor, *others: Any) -> str:

@@ -23,6 +23,7 @@ from liger_ops.fused_linear_cross_entropy.triton_parts import (
     over_parts,
     weight_by_blocks,
 )
+from liger_ops.fused_linear_cross_entropy.triton_products import Products
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -31,7 +32,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, weight, labels, bias, class_weight, num_items, options):
         settings, sum_dtype, memory = options
-        inputs = Inputs(hidden, weight, labels, bias, class_weight, num_items)
+        inputs = _inputs(hidden, weight, labels, bias, class_weight, num_items, settings)
         ctx.needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 1, 3)))
         ctx.plan = _plan(inputs, ctx.needs.weight, sum_dtype, memory)
         ctx.options = options
@@ -39,7 +40,10 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         totals, tokens, ctx.shared, ctx.work = _forward(
             inputs, settings, ctx.plan, ctx.needs if early else None, sum_dtype
         )
-        ctx.save_for_backward(*inputs, tokens.statistics, totals.factors)
+        products = inputs.products
+        ctx.save_for_backward(
+            *inputs[:-1], products.order, products.live, tokens.statistics, totals.factors
+        )
         outputs = (totals.loss, totals.z_loss, totals.accuracy, tokens.predicted)
         outputs = tuple(output for output in outputs if output is not None)
         ctx.mark_non_differentiable(*outputs[1:])
@@ -48,8 +52,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss, *_):  # type: ignore[override]
-        *given, statistics, factors = ctx.saved_tensors
-        inputs = Inputs(*given)
+        *given, order, live, statistics, factors = ctx.saved_tensors
+        inputs = Inputs(*given, Products(order, live))
         if dloss is None:
             return (None,) * 7
         settings, sum_dtype, _ = ctx.options
@@ -64,6 +68,12 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         return gradients[0], gradients[1], None, gradients[2], None, None, None
 
 
+def _inputs(hidden, weight, labels, bias, class_weight, num_items, settings: Settings) -> Inputs:
+    products = Products.over(hidden, weight, labels, settings.ignore_index)
+    labels = products.ordered(labels)
+    return Inputs(hidden, weight, labels, bias, class_weight, num_items, products)
+
+
 def _plan(inputs: Inputs, needs_weight: bool, sum_dtype: torch.dtype, memory: str | int) -> Plan:
     rows, dim = inputs.hidden.shape
     return Plan.for_shape(
@@ -75,7 +85,10 @@ def _plan(inputs: Inputs, needs_weight: bool, sum_dtype: torch.dtype, memory: st
 def _forward(
     inputs: Inputs, settings: Settings, plan: Plan, needs: Needs | None, sum_dtype: torch.dtype
 ) -> tuple[Totals, Tokens, Constants, Any]:
-    """Also returns the work that the backward goes on with: logits, or gradients where `needs`."""
+    """Also returns the work that the backward goes on with: logits, or gradients where `needs`.
+
+    What there is one of a token is in the rows' own order, but for the statistics.
+    """
     vocab = len(inputs.weight)
     shared = triton_launch.constants(inputs.class_weight, inputs.bias, settings)
     tokens = triton_launch.empty_tokens(inputs.labels, settings)
@@ -88,6 +101,12 @@ def _forward(
     totals = triton_launch.reduce(
         tokens, inputs.labels, vocab, inputs.class_weight, inputs.num_items, settings
     )
+    as_given = inputs.products.as_given
+    if settings.reduction == "none":
+        z_loss = None if totals.z_loss is None else as_given(totals.z_loss)
+        totals = totals._replace(loss=as_given(totals.loss), z_loss=z_loss)
+    if tokens.predicted is not None:
+        tokens = tokens._replace(predicted=as_given(tokens.predicted))
     return totals, tokens, shared, work
 
 
@@ -115,13 +134,17 @@ def _backward(
     inputs, settings, plan, needs, sum_dtype, shared, statistics, factors, dloss, work
 ) -> list[Any]:
     bias_dtype = None if inputs.bias is None else inputs.bias.dtype
-    scale = settings.logit_scale
+    scale, products = settings.logit_scale, inputs.products
+    if settings.reduction == "none":
+        dloss = products.ordered(dloss)
     if plan.keeps_logits:
+        hidden = products.ordered(inputs.hidden)
         if work is None:
-            work = inputs.hidden @ inputs.weight.t()
+            work = hidden.new_empty(len(hidden), len(inputs.weight))
+            products.logits(hidden, inputs.weight, work, 0)
         gradients = Gradients(inputs, needs, plan, sum_dtype, scale)
-        rows = slice(0, len(inputs.hidden))
-        gradients.add(rows, inputs, work, shared, settings, statistics, factors, dloss)
+        rows = slice(0, len(hidden))
+        gradients.add(rows, inputs, hidden, work, shared, settings, statistics, factors, dloss)
         return gradients.finished(None, bias_dtype)
     if settings.reduction == "none":
         late = needs if plan.classes is None else needs._replace(weight=False)
@@ -139,6 +162,10 @@ def _backward(
         made = work.finished(factor, bias_dtype)
     if plan.classes is not None and needs.weight:
         gradients = Gradients(inputs, Needs(False, True, False), plan, sum_dtype, scale)
+        inputs = inputs._replace(labels=products.as_given(inputs.labels))
+        statistics = products.as_given(statistics)
+        if settings.reduction == "none":
+            dloss = products.as_given(dloss)
         weight_by_blocks(inputs, plan, shared, settings, statistics, factors, dloss, gradients)
         made[1] = gradients.dweight
     return made
@@ -146,7 +173,8 @@ def _backward(
 
 def _plain_gradients(inputs: Inputs, settings: Settings, dloss: torch.Tensor) -> list[Any]:
     """Those that can be differentiated again."""
-    hidden, weight, labels, bias, class_weight, num_items = inputs
+    hidden, weight, labels, bias, class_weight, num_items, products = inputs
+    labels = products.as_given(labels)
     loss, _, _ = eager.fused_linear_cross_entropy(
         hidden, weight, labels, bias, settings.logit_scale, class_weight, num_items,
         settings.ignore_index, settings.label_smoothing, settings.softcap, settings.z_loss,
@@ -172,7 +200,7 @@ def fused_linear_cross_entropy(
     """
     shape: Any = labels.shape
     loss: Any
-    inputs = Inputs(
+    given = (
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         labels.reshape(-1).contiguous(),
@@ -183,10 +211,11 @@ def fused_linear_cross_entropy(
     wanted = [t for t in (hidden, weight, bias) if t is not None and t.requires_grad]
     if torch.is_grad_enabled() and wanted:
         options = (settings, sum_dtype, memory)
-        loss, *others = _FusedLinearCrossEntropy.apply(*inputs, options)
+        loss, *others = _FusedLinearCrossEntropy.apply(*given, options)
         z_loss = others[0] if settings.z_loss > 0.0 else None
         accuracy, predicted = others[-2:] if settings.return_metrics else (None, None)
     else:
+        inputs = _inputs(*given, settings)
         plan = _plan(inputs, False, sum_dtype, memory)
         totals, tokens, _, _ = _forward(inputs, settings, plan, None, sum_dtype)
         loss, z_loss, accuracy = totals.loss, totals.z_loss, totals.accuracy

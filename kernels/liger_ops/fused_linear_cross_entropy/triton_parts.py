@@ -13,6 +13,7 @@ from liger_ops import backend_triton
 from liger_ops.cross_entropy import triton_launch
 from liger_ops.cross_entropy.triton_launch import Constants, Settings, Tokens
 from liger_ops.fused_linear_cross_entropy.cases import Plan
+from liger_ops.fused_linear_cross_entropy.triton_products import Products
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def _finish(source: torch.Tensor, target: torch.Tensor, factor: torch.Tensor) ->
 
 
 class Inputs(NamedTuple):
-    """hidden (M, D) and weight (V, D) of one dtype, and the rest by rows."""
+    """hidden (M, D) and weight (V, D) of one dtype; labels (M,) in the order of `products`."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -60,6 +61,7 @@ class Inputs(NamedTuple):
     bias: torch.Tensor | None
     class_weight: torch.Tensor | None
     num_items: torch.Tensor | None
+    products: Products
 
 
 class Needs(NamedTuple):
@@ -93,6 +95,7 @@ class Gradients:
         self,
         part: slice,
         inputs: Inputs,
+        hidden: torch.Tensor,
         logits: torch.Tensor,
         shared: Constants,
         settings: Settings,
@@ -100,18 +103,23 @@ class Gradients:
         factors: torch.Tensor | None,
         dloss: torch.Tensor | None,
     ) -> None:
-        """A part of the rows, or all of them where there is no sum. Overwrites their logits."""
+        """A part of the rows, or all of them where there is no sum. Overwrites their logits, and
+        their hidden states where `products` has copied those.
+        """
         given = (logits, inputs.labels[part], shared, settings, statistics, factors, dloss)
+        products, first = inputs.products, part.start
         if self.dbias is not None:
             triton_launch.add_bias_gradient(*given, into=self.dbias)
         triton_launch.backward(*given, None, into=logits)
+        if self.dweight is not None:
+            into = self.dweight if self.sum is None else self.sum
+            products.weight_gradient(logits, hidden, into, self.scale, first, add=first > 0)
         if self.dhidden is not None:
-            _product(logits, inputs.weight, self.dhidden[part], self.scale)
-        if self.sum is not None:
-            beta = 0.0 if part.start == 0 else 1.0
-            _product(logits.t(), inputs.hidden[part], self.sum, self.scale, beta)
-        elif self.dweight is not None:
-            _product(logits.t(), inputs.hidden, self.dweight, self.scale)
+            in_order = products.order is None
+            into = self.dhidden[part] if in_order else hidden
+            products.hidden_gradient(logits, inputs.weight, into, self.scale, first)
+            if not in_order:
+                products.put_back(self.dhidden, part, into)
 
     def finished(self, factor: torch.Tensor | None, bias_dtype: torch.dtype | None) -> list[Any]:
         """The gradients, each multiplied by `factor` and cast."""
@@ -129,25 +137,8 @@ class Gradients:
         return [self.dhidden, self.dweight, dbias]
 
 
-def _product(a, b, into: torch.Tensor, alpha: float = 1.0, beta: float = 0.0) -> None:
-    """into = alpha a b + beta into, of matrices of one dtype; a float32 `into` sums in float32."""
-    if a.dtype == into.dtype:
-        torch.addmm(into, a, b, beta=beta, alpha=alpha, out=into)
-    elif a.is_cuda:
-        torch.addmm(into, a, b, out_dtype=into.dtype, beta=beta, alpha=alpha, out=into)
-    else:  # the library has this product for GPUs alone
-        torch.addmm(into, a.float(), b.float(), beta=beta, alpha=alpha, out=into)
-
-
 def parts_of(rows: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, max(size, 1))]
-
-
-def _make_logits(inputs: Inputs, part: slice, into: torch.Tensor) -> torch.Tensor:
-    hidden = inputs.hidden[part]
-    logits = into[: len(hidden)]
-    torch.mm(hidden, inputs.weight.t(), out=logits)
-    return logits
 
 
 def over_parts(
@@ -172,22 +163,31 @@ def over_parts(
     else:
         scratch = inputs.hidden.new_empty(rows, vocab)
     for part in parts:
-        logits, labels = _make_logits(inputs, part, scratch), inputs.labels[part]
+        hidden, labels = inputs.products.ordered(inputs.hidden, part), inputs.labels[part]
+        logits = scratch[: len(hidden)]
+        inputs.products.logits(hidden, inputs.weight, logits, part.start)
         if tokens is not None:
             triton_launch.forward(logits, labels, shared, settings, tokens.part(part))
         if gradients is not None:
             d = dloss if dloss is None or dloss.dim() == 0 else dloss[part]
-            gradients.add(part, inputs, logits, shared, settings, statistics[part], factors, d)
+            gradients.add(
+                part, inputs, hidden, logits, shared, settings, statistics[part], factors, d
+            )
     return scratch if len(parts) == 1 and gradients is None else None
 
 
 def weight_by_blocks(inputs, plan: Any, shared, settings, statistics, factors, dloss, gradients):
-    """The weight's gradient, a block of classes at a time over all rows, from logits anew."""
-    vocab = len(inputs.weight)
-    for block in parts_of(vocab, plan.classes):
-        logits = inputs.hidden @ inputs.weight[block].t()
+    """The weight's gradient, a block of classes at a time over all rows in their own order, from
+    logits anew.
+    """
+    products = Products()
+    for block in parts_of(len(inputs.weight), plan.classes):
+        weight = inputs.weight[block]
+        logits = inputs.hidden.new_empty(len(inputs.hidden), len(weight))
+        products.logits(inputs.hidden, weight, logits, 0)
         triton_launch.backward(
             logits, inputs.labels, shared, settings, statistics, factors, dloss, None, logits,
-            first_class=block.start, vocab=vocab,
+            first_class=block.start, vocab=len(inputs.weight),
         )  # fmt: skip
-        _product(logits.t(), inputs.hidden, gradients.dweight[block], gradients.scale)
+        into = gradients.dweight[block]
+        products.weight_gradient(logits, inputs.hidden, into, gradients.scale, 0)
