@@ -2,6 +2,7 @@
 
 from jax_liger.activations import geglu as geglu
 from jax_liger.activations import swiglu as swiglu
+from jax_liger.adapters import lora_linear as lora_linear
 from jax_liger.angles import RopeFrequencies as RopeFrequencies
 from jax_liger.angles import rope_angles as rope_angles
 from jax_liger.angles import rope_frequencies as rope_frequencies

@@ -2,6 +2,9 @@
 
 from torch_liger.activations import geglu as geglu
 from torch_liger.activations import swiglu as swiglu
+from torch_liger.adapters import LoraProjection as LoraProjection
+from torch_liger.adapters import lora_linear as lora_linear
+from torch_liger.adapters import lora_linears as lora_linears
 from torch_liger.angles import RopeFrequencies as RopeFrequencies
 from torch_liger.angles import rope_angles as rope_angles
 from torch_liger.angles import rope_frequencies as rope_frequencies

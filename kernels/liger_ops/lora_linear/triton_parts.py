@@ -1,0 +1,162 @@
+"""The small products of a low-rank adapter, over parts of the rows where x or dy must be cast or
+dropped out first: one part's rows exist at a time, and sums over parts are float32.
+
+Without either, each is one product of the library over all rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from liger_ops.lora_linear import cases
+from liger_ops.lora_linear.triton_dropout import dropout
+
+
+class Dropout(NamedTuple):
+    """p above 0 and where its factors come from."""
+
+    p: float
+    seed: torch.Tensor  # (1,) int64
+
+
+def product(a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+    """alpha a b, with one rounding."""
+    if alpha == 1.0:
+        return a @ b
+    return torch.addmm(a.new_empty(()), a, b, beta=0.0, alpha=alpha)
+
+
+def down(
+    x: torch.Tensor, lora_as: list[torch.Tensor], drop: Dropout | None
+) -> list[torch.Tensor]:
+    """(k_i x) A_i^T for each A_i (r_i, D), (M, r_i): columns of one tensor."""
+    widths = [len(a) for a in lora_as]
+    if drop is None:
+        stacked = (lora_as[0] if len(lora_as) == 1 else torch.cat(lora_as)).t()
+        if stacked.dtype == x.dtype:
+            return list((x @ stacked).split(widths, dim=1))
+    us = x.new_empty(len(x), sum(widths), dtype=lora_as[0].dtype)
+    into = us.split(widths, dim=1)
+    for part in _parts(x, us.dtype):
+        if drop is None:
+            us[part] = x[part].to(us.dtype) @ stacked  # type: ignore[possibly-unbound]
+            continue
+        for i, a in enumerate(lora_as):
+            into[i][part] = _kept(x, part, us.dtype, drop, i) @ a.t()
+    return list(into)
+
+
+def add_up(y: torch.Tensor, u: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> None:
+    """y += s u B^T, where it lies. u is (M, r), B (O, r), y (M, O)."""
+    if y.dtype == u.dtype:
+        y.addmm_(u, lora_b.t(), alpha=scaling)
+        return
+    for part in _parts(y, u.dtype):
+        y[part].add_(u[part] @ lora_b.t(), alpha=scaling)
+
+
+def up_backward(
+    dy: torch.Tensor,
+    u: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+    scaling: float,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """du = s dy B (M, r) where B is given, and dB = s dy^T u (O, r) where u is."""
+    given = lora_b if lora_b is not None else u
+    if given is None:
+        return None, None
+    dtype = given.dtype
+    if dtype == dy.dtype:
+        return (
+            None if lora_b is None else product(dy, lora_b, scaling),
+            None if u is None else product(dy.t(), u, scaling),
+        )
+    du = None if lora_b is None else dy.new_empty(len(dy), lora_b.shape[1], dtype=dtype)
+    sum_b = None if u is None else _zeros(dy.shape[1], u.shape[1], u)
+    for part in _parts(dy, dtype):
+        rows = dy[part].to(dtype)
+        if du is not None and lora_b is not None:
+            du[part] = product(rows, lora_b, scaling)
+        if sum_b is not None and u is not None:
+            _add_product(sum_b, rows.t(), u[part], scaling)
+    return du, None if sum_b is None else sum_b.to(dtype)
+
+
+def down_backward(
+    x: torch.Tensor, dus: list[torch.Tensor | None], drop: Dropout | None
+) -> list[torch.Tensor | None]:
+    """dA_i = du_i^T (k_i x), (r_i, D), for each du_i (M, r_i) that is given."""
+    given = [(i, du) for i, du in enumerate(dus) if du is not None]
+    gradients: list[torch.Tensor | None] = [None] * len(dus)
+    if not given:
+        return gradients
+    dtype = given[0][1].dtype
+    if drop is None:
+        widths = [du.shape[1] for _, du in given]
+        stacked = given[0][1] if len(given) == 1 else torch.cat([du for _, du in given], dim=1)
+        if dtype == x.dtype:
+            made = stacked.t() @ x
+        else:
+            made = _zeros(stacked.shape[1], x.shape[1], stacked)
+            for part in _parts(x, dtype):
+                _add_product(made, stacked[part].t(), x[part].to(dtype))
+            made = made.to(dtype)
+        for (i, _), gradient in zip(given, made.split(widths), strict=True):
+            gradients[i] = gradient
+        return gradients
+    sums = [_zeros(du.shape[1], x.shape[1], du) for _, du in given]
+    for part in _parts(x, dtype):
+        for total, (i, du) in zip(sums, given, strict=True):
+            _add_product(total, du[part].t(), _kept(x, part, dtype, drop, i))
+    for total, (i, _) in zip(sums, given, strict=True):
+        gradients[i] = total.to(dtype)
+    return gradients
+
+
+def add_down_backward(
+    dx: torch.Tensor,
+    dus: list[torch.Tensor],
+    lora_as: list[torch.Tensor],
+    streams: list[int],
+    drop: Dropout | None,
+) -> None:
+    """dx += the sum of k_i (du_i A_i), where it lies."""
+    dtype = dus[0].dtype
+    if drop is None:
+        du, a = (dus[0], lora_as[0]) if len(dus) == 1 else (torch.cat(dus, 1), torch.cat(lora_as))
+        if dtype == dx.dtype:
+            dx.addmm_(du, a)
+            return
+        for part in _parts(dx, dtype):
+            dx[part].add_(du[part] @ a)
+        return
+    for part in _parts(dx, dtype):
+        for du, a, stream in zip(dus, lora_as, streams, strict=True):
+            dropout(du[part] @ a, dx[part], drop.seed, drop.p, stream, part.start, add=True)
+
+
+def _parts(x: torch.Tensor, dtype: torch.dtype) -> list[slice]:
+    """All rows of x (M, D), in parts of which a copy in `dtype` is small."""
+    rows, size = len(x), cases.rows_of_a_part(x.shape[1], dtype.itemsize)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _kept(x, part: slice, dtype: torch.dtype, drop: Dropout, stream: int) -> torch.Tensor:
+    rows = x[part]
+    kept = torch.empty(rows.shape, dtype=dtype, device=x.device)
+    dropout(rows, kept, drop.seed, drop.p, stream, part.start)
+    return kept
+
+
+def _zeros(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(rows, columns, dtype=torch.float32, device=like.device)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> None:
+    """total += alpha a b, in float32, of matrices of one dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b, alpha=alpha)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, alpha=alpha, out=total)
+    else:  # the library has this product for GPUs alone
+        total.addmm_(a.float(), b.float(), alpha=alpha)
