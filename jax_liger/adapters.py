@@ -50,11 +50,8 @@ def lora_linear(
     Source: Hu et al. (2021), arXiv:2106.09685; Kalajdzievski (2023), arXiv:2312.03732.
     """
     x, weight, lora_a, lora_b, bias = as_arrays(x, weight, lora_a, lora_b, bias)
-    check_arguments(
-        *map(described, (x, weight, lora_a, lora_b, bias)),  # type: ignore[arg-type]
-        scaling,
-        transposed=True,
-    )
+    given = map(described, (x, weight, lora_a, lora_b, bias))
+    check_arguments(*given, scaling=scaling, transposed=True)  # type: ignore[arg-type]
     check_dropout(dropout_p)
     if dropout_p > 0.0 and seed is None:
         raise ValueError(f"seed must be given where dropout_p is above 0; got None and {dropout_p}")

@@ -18,6 +18,8 @@ from liger_ops.fused_linear_cross_entropy import triton_parts, triton_products
 from liger_ops.layer_norm import triton_kernel as layer_norm_kernel
 from liger_ops.layer_norm import triton_wide as layer_norm_wide
 from liger_ops.layer_norm.cases import Config as LayerNormConfig
+from liger_ops.lora_linear import triton_dropout
+from liger_ops.lora_linear.cases import Config as DropoutConfig
 from liger_ops.rms_norm import triton_kernel, triton_wide
 from liger_ops.rms_norm.cases import Config
 from liger_ops.rope import triton_kernel as rope_kernel
@@ -185,7 +187,22 @@ def rope(heads: int, kv_heads: int, head_dim: int, size: int, dtype: str, layout
     compile_kernel(kernel, arguments, config.num_warps)
 
 
+def dropout(dim: int, source: str, target: str, add: bool, scale: str = "fp32") -> None:
+    config = DropoutConfig.for_shape(dim)
+    arguments = {
+        "source_ptr": TYPES[source], "target_ptr": TYPES[target], "seed_ptr": "*i64",
+        **dict.fromkeys(("num_rows", "first_row", "source_stride", "target_stride"), "i32"),
+        **dict.fromkeys(("threshold", "stream"), "i32"), "scale": scale, "D": dim,
+        "BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns, "ADD": add,
+    }  # fmt: skip
+    compile_kernel(triton_dropout._dropout_kernel, arguments, config.num_warps)
+
+
 if __name__ == "__main__":
+    for source, target in itertools.product(TYPES, TYPES):
+        dropout(4096, source, target, add=False)
+        dropout(81, target, source, add=True)
+    dropout(14336, "bfloat16", "bfloat16", add=True, scale="fp64")
     for classes, dtype, everything in itertools.product((1000, 128256), TYPES, (False, True)):
         cross_entropy(classes, dtype, everything)
     # Float arguments as torch.compile hands them on, here and below.

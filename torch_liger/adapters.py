@@ -103,7 +103,7 @@ def lora_linears(
 
     Numerics, errors and source: as `lora_linear`.
     """
-    given = [LoraProjection(*projection) for projection in projections]
+    given = [LoraProjection(*projection) for projection in projections]  # type: ignore[arg-type]
     if not given:
         raise ValueError("projections must hold at least one projection; got none")
     labels = tuple(f"projections[{i}]." for i in range(len(given)))
@@ -113,12 +113,8 @@ def lora_linears(
 def _lora_linears(op, x, projections, labels, dropout_p, seed, implementation):
     for label, p in zip(labels, projections, strict=True):
         tensors = {"weight": p.weight, "lora_a": p.lora_a, "lora_b": p.lora_b, "bias": p.bias}
-        check_arguments(
-            described(x),  # type: ignore[arg-type]
-            *(described(tensor) for tensor in tensors.values()),  # type: ignore[arg-type]
-            p.scaling,
-            label=label,
-        )
+        given = [described(tensor) for tensor in (x, *tensors.values())]
+        check_arguments(*given, scaling=p.scaling, label=label)  # type: ignore[arg-type]
         for name, tensor in tensors.items():
             check_device(label + name, tensor, "x", x)
     check_dropout(dropout_p)
@@ -157,7 +153,8 @@ def _dtypes(x: torch.Tensor, projections: list[LoraProjection]) -> tuple[torch.d
     """Of the base products and of the adapters': autocast's where it is on."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
-        return (torch.get_autocast_dtype(device),) * 2
+        dtype = torch.get_autocast_dtype(device)
+        return dtype, dtype
     base = functools.reduce(torch.promote_types, (p.weight.dtype for p in projections), x.dtype)
     adapters = [t.dtype for p in projections for t in (p.lora_a, p.lora_b)]
     return base, functools.reduce(torch.promote_types, adapters)

@@ -10,7 +10,7 @@ SCRATCH = 32 * 2**20  # bytes of one part's cast or dropped-out rows
 
 
 def rows_of_a_part(width: int, itemsize: int) -> int:
-    """Rows of `width` elements that SCRATCH holds, a multiple of 128, which fills a product's tiles.
+    """Rows of `width` elements that SCRATCH holds: a multiple of 128, to fill a product's tiles.
 
     Not yet measured on a GPU: 32 MiB is meant to stay in the cache between being written and read.
     """

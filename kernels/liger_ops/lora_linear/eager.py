@@ -1,4 +1,4 @@
-"""A linear layer with a low-rank adapter in plain PyTorch: the CPU path, the base, the yardstick."""
+"""A linear layer with a low-rank adapter in plain PyTorch: the CPU path and the yardstick."""
 
 import torch
 import torch.nn.functional as F

@@ -19,7 +19,8 @@ k comes again from the seed, and each sum can be made in the memory of its first
 
 The dropout's factors are counted, not drawn: Philox4x32-10 with the seed as its key turns the
 counter (column mod Q, row, stream, 0) into four words of 32 bits, for columns Q apart in this row,
-Q = ceil(D / 4). An element is dropped where the upper 24 bits of its word are below 2^24 p, rounded.
+Q = ceil(D / 4). An element is dropped where the upper 24 bits of its word are below 2^24 p,
+rounded.
 
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021), arXiv:2106.09685;
 Kalajdzievski (2023), arXiv:2312.03732, for s = alpha / sqrt(r); Salmon et al., Parallel Random
@@ -92,7 +93,9 @@ def _philox(seed: int, group: np.ndarray, row: np.ndarray, stream: int) -> list[
     c += [zeros + np.uint64(stream), zeros]
     keys = seed & (2**32 - 1), seed >> 32
     for i in range(10):
-        key = [(k + i * step) % 2**32 for k, step in zip(keys, (0x9E3779B9, 0xBB67AE85), strict=True)]
+        key = [
+            (k + i * step) % 2**32 for k, step in zip(keys, (0x9E3779B9, 0xBB67AE85), strict=True)
+        ]
         first, second = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
         c = [
             (second >> np.uint64(32)) ^ c[1] ^ np.uint64(key[0]),

@@ -46,7 +46,7 @@ def _dropout_kernel(
         zero,
     )
     inside = (row < num_rows) & (group < quarter)
-    for i in tl.static_range(4):
+    for i in tl.static_range(4):  # type: ignore[attr-defined]
         col = group + i * quarter
         mask = inside & (col < D)
         source = tl.load(source_ptr + row * source_stride + col, mask=mask, other=0.0)

@@ -79,9 +79,7 @@ def _backward(
     dx: torch.Tensor | None = None
     dus: list[torch.Tensor | None] = []
     gradients: list[list[torch.Tensor | None]] = []
-    for p, u, dy, scaling, need in zip(
-        projections, us, dys, options.scalings, needs, strict=True
-    ):
+    for p, u, dy, scaling, need in zip(projections, us, dys, options.scalings, needs, strict=True):
         made: list[torch.Tensor | None] = [None] * 4
         gradients.append(made)
         if dy is None:

@@ -26,9 +26,7 @@ def product(a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> torch.Tenso
     return torch.addmm(a.new_empty(()), a, b, beta=0.0, alpha=alpha)
 
 
-def down(
-    x: torch.Tensor, lora_as: list[torch.Tensor], drop: Dropout | None
-) -> list[torch.Tensor]:
+def down(x: torch.Tensor, lora_as: list[torch.Tensor], drop: Dropout | None) -> list[torch.Tensor]:
     """(k_i x) A_i^T for each A_i (r_i, D), (M, r_i): columns of one tensor."""
     widths = [len(a) for a in lora_as]
     if drop is None:
