@@ -1,5 +1,7 @@
 """Fused training kernels for PyTorch: the functions; modules are in `torch_liger.nn`."""
 
+from typing import TYPE_CHECKING, Any
+
 from torch_liger.activations import geglu as geglu
 from torch_liger.activations import swiglu as swiglu
 from torch_liger.adapters import LoraProjection as LoraProjection
@@ -17,3 +19,15 @@ from torch_liger.norms import fused_add_rms_norm as fused_add_rms_norm
 from torch_liger.norms import layer_norm as layer_norm
 from torch_liger.norms import rms_norm as rms_norm
 from torch_liger.rotary import rope as rope
+
+if TYPE_CHECKING:
+    from torch_liger.callback import LigerCallback as LigerCallback
+
+
+def __getattr__(name: str) -> Any:
+    """LigerCallback when it is asked for: its module imports transformers."""
+    if name == "LigerCallback":
+        from torch_liger.callback import LigerCallback
+
+        return LigerCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
