@@ -12,7 +12,7 @@ import torch
 import torch_liger
 from test_rms_norm_torch import assert_close, randn
 from torch_liger import lora
-from torch_liger.lora import fuse_lora, project, unfuse_lora
+from torch_liger.lora import fuse_lora, unfuse_lora
 
 peft = pytest.importorskip("peft")
 
@@ -323,24 +323,6 @@ def test_hooks_on_the_layer_itself_run_as_before(calls):
         layer.register_forward_hook(lambda *_: seen.append(1))
     model(randn(4, 16))
     assert len(seen) == 7 and calls == ["lora_linear"] * 7
-
-
-def test_projections_that_share_x_run_as_one(calls):
-    model = model_of(lora_dropout=0.0)
-    block, x = model.base_model.model, randn(4, 16)
-    modules = (block.q_proj, block.k_proj, block.v_proj)
-    expected = [m(x) for m in modules]
-    calls.clear()
-    assert_close(project(x, *modules), expected)
-    assert calls == ["peft"] * 3
-    fuse_lora(model)
-    calls.clear()
-    assert_close(project(x, *modules), expected)
-    assert calls == ["lora_linears"]
-    block.k_proj.register_forward_hook(lambda *a: a[-1] * 0)
-    calls.clear()
-    assert not project(x, *modules)[1].any()
-    assert calls == ["lora_linear"] * 3
 
 
 def test_gradient_checkpointing_and_dropout():

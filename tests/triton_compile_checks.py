@@ -187,12 +187,14 @@ def rope(heads: int, kv_heads: int, head_dim: int, size: int, dtype: str, layout
     compile_kernel(kernel, arguments, config.num_warps)
 
 
-def dropout(dim: int, source: str, target: str, add: bool, scale: str = "fp32") -> None:
+def dropout(
+    dim: int, source: str, target: str, add: bool, scale: str = "fp32", stream: str | int = "i32"
+) -> None:
     config = DropoutConfig.for_shape(dim)
     arguments = {
         "source_ptr": TYPES[source], "target_ptr": TYPES[target], "seed_ptr": "*i64",
         **dict.fromkeys(("num_rows", "first_row", "source_stride", "target_stride"), "i32"),
-        **dict.fromkeys(("threshold", "stream"), "i32"), "scale": scale, "D": dim,
+        "threshold": "i32", "stream": stream, "scale": scale, "D": dim,
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns, "ADD": add,
     }  # fmt: skip
     compile_kernel(triton_dropout._dropout_kernel, arguments, config.num_warps)
@@ -203,6 +205,7 @@ if __name__ == "__main__":
         dropout(4096, source, target, add=False)
         dropout(81, target, source, add=True)
     dropout(14336, "bfloat16", "bfloat16", add=True, scale="fp64")
+    dropout(14336, "bfloat16", "bfloat16", add=False, stream=1)  # as Triton specialises a 1
     for classes, dtype, everything in itertools.product((1000, 128256), TYPES, (False, True)):
         cross_entropy(classes, dtype, everything)
     # Float arguments as torch.compile hands them on, here and below.

@@ -107,8 +107,10 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, int, bool]]
             # Not the weight's own size: a quantised one is packed.
             weight = weight if isinstance(weight, torch.Tensor) else torch.empty(0)
             yield weight, inner * outer, routed
-        elif type(module).__name__ == "Conv1D" and isinstance(weight, torch.Tensor):
-            yield weight, weight.numel(), routed
+        elif not wraps and not isinstance(module, torch.nn.Embedding):
+            weight = module._parameters.get("weight")  # a Conv1D's, or a router's
+            if weight is not None and weight.dim() == 2:
+                yield weight, weight.numel(), routed
         for parameter in module.parameters(recurse=False):
             if routed and parameter.dim() == 3:
                 yield parameter, parameter.numel(), True
