@@ -8,6 +8,7 @@ from a result. Results hold the card, the versions and the command.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -19,7 +20,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 OPS = ("rms_norm", "layer_norm", "swiglu", "geglu", "rope", "cross_entropy")
 OWN = ("fused_linear_cross_entropy",)  # whose modules measure and plot themselves
-PACKAGES = ("jax", "jaxlib", "torch", "triton", "liger-kernel", "transformers")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "torch",
+    "triton",
+    "liger-kernel",
+    "transformers",
+    "flax",
+    "optax",
+    "peft",
+)
 
 
 def main() -> None:
@@ -57,7 +68,7 @@ def main() -> None:
     result = {
         "device": torch.cuda.get_device_name(),
         "command": shlex.join(["python", *sys.argv]),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": versions(),
         "rows": rows,
     }
     if args.out:
@@ -70,11 +81,13 @@ def _plot_of(op: str) -> Callable[[dict, pathlib.Path], None]:
     return importlib.import_module(op).plot if op in OWN else plot
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def versions() -> dict[str, str]:
+    """Of the packages that matter to a figure, where they are installed."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _line(row: dict) -> str:

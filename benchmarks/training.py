@@ -1,0 +1,272 @@
+"""Training steps of whole models on this machine's GPU: tokens a second, memory, FLOP utilisation.
+
+    python benchmarks/training.py full_torch --out benchmarks/results/training_full_torch_h200.json
+
+    full_torch  a LLaMA of 1.24 B parameters (3.2 1B's shape), all of them trained, 8 x 2048 tokens
+    full_jax    the same in Flax
+    lora_torch  a Qwen2 of 7.6 B (2.5 7B's shape), LoRA of rank 64 on all linears, 4 x 2048 tokens
+
+All candidates of one call run in one process, each on a model of its own with fresh random weights
+and tokens. Everything is bfloat16 with AdamW. A step's loss must be near ln V, which it is where
+nothing has been learnt; what candidates do to the loss is for the tests.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import math
+import os
+import pathlib
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from run import versions
+
+LLAMA = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+QWEN2 = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LENGTH = 2048
+WARMUP, STEPS = 3, 10
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("work", choices=WORKS)
+    parser.add_argument("--only", help="candidates, separated by commas")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON to write")
+    args = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/training.py needs an NVIDIA GPU, and torch sees none")
+    rows = []
+    for row in WORKS[args.work](args.only.split(",") if args.only else None):
+        rows.append(row)
+        print(
+            f"{row['work']:11} {row['implementation']:28} {row['tokens_per_second']:9.0f} tok/s"
+            f"  {row['gibibytes']:6.1f} GiB  mfu {row['mfu']:.3f}  loss {row['loss']:.3f}",
+            flush=True,
+        )
+    if args.out:
+        result = {
+            "device": torch.cuda.get_device_name(),
+            "command": shlex.join(["python", *sys.argv]),
+            "versions": versions(),
+            "rows": rows,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def full_torch(only: list[str] | None) -> Iterator[Row]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import torch_liger
+
+    def liger(model: Any) -> None:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model)
+
+    candidates: dict[str, tuple[Any, bool]] = {
+        "eager": (None, False),
+        "torch_liger": (torch_liger.apply_liger_kernel_to_llama, False),
+        "liger-kernel": (liger, False),
+        "torch.compile": (None, True),
+        "torch_liger, torch.compile": (torch_liger.apply_liger_kernel_to_llama, True),
+    }
+    for name, (patch, compiles) in candidates.items():
+        if only and name not in only:
+            continue
+
+        def build(patch=patch) -> Any:
+            with torch.device("cuda"):
+                model = LlamaForCausalLM(LlamaConfig(**LLAMA)).bfloat16()
+            if patch is not None:
+                patch(model)
+            return model
+
+        yield {"work": "full_torch", "implementation": name, **_torch_steps(build, 8, compiles)}
+
+
+def lora_torch(only: list[str] | None) -> Iterator[Row]:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    import torch_liger
+
+    def ours(model: Any) -> None:
+        torch_liger.apply_liger_kernel_to_qwen2(model)
+
+    def liger(model: Any) -> None:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen2
+
+        apply_liger_kernel_to_qwen2(model=model)
+
+    candidates: dict[str, tuple[Any, Any]] = {
+        "eager": (None, None),
+        "torch_liger": (ours, torch_liger.fuse_lora),
+        "torch_liger, PEFT's LoRA": (ours, None),
+        "liger-kernel": (liger, None),
+    }
+    for name, (patch, fuse) in candidates.items():
+        if only and name not in only:
+            continue
+
+        def build(patch=patch, fuse=fuse) -> Any:
+            torch.set_default_dtype(torch.bfloat16)  # float32 first would be 30 GB
+            with torch.device("cuda"):
+                model = Qwen2ForCausalLM(Qwen2Config(**QWEN2))
+            torch.set_default_dtype(torch.float32)
+            if patch is not None:
+                patch(model)
+            lora = LoraConfig(r=64, lora_alpha=128, target_modules=LINEARS)
+            model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+            if fuse is not None:
+                fuse(model)
+            return model
+
+        yield {"work": "lora_torch", "implementation": name, **_torch_steps(build, 4, False)}
+
+
+def full_jax(only: list[str] | None) -> Iterator[Row]:
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    from jax_liger.models import CausalLM, Config, loss_fn
+
+    hf = {"model_type": "llama", "hidden_act": "silu", "initializer_range": 0.02, **LLAMA}
+    base = Config.from_hf(hf)
+    candidates = {
+        "jax_liger": {"implementation": "pallas"},
+        "jax_liger, remat cheap": {"implementation": "pallas", "remat": "cheap"},
+        "XLA": {"implementation": "xla"},
+        "XLA, remat cheap": {"implementation": "xla", "remat": "cheap"},
+    }
+    for name, settings in candidates.items():
+        if only and name not in only:
+            continue
+        config = dataclasses.replace(base, dtype="bfloat16", param_dtype="bfloat16", **settings)
+        model = CausalLM(config, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-5), wrt=nnx.Param)
+        graph, state = nnx.split((model, optimizer))
+        # The head's weight is the embedding's, which every token's products with the layers skip.
+        sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+        attention = 12 * len(config.layers) * config.hidden_size * LENGTH / 2
+        flops_per_token = 6 * sum(sizes) + attention
+        del model, optimizer
+
+        def step(state, tokens, graph=graph):
+            model, optimizer = nnx.merge(graph, state)
+            loss, gradients = nnx.value_and_grad(loss_fn)(model, {"input_ids": tokens})
+            optimizer.update(model, gradients)
+            return loss, nnx.state((model, optimizer))
+
+        keys = jax.random.split(jax.random.key(0), WARMUP + STEPS)
+        batches = [
+            jax.random.randint(key, (8, LENGTH), 0, config.vocab_size, jnp.int32) for key in keys
+        ]
+        compiled = jax.jit(step, donate_argnums=0).lower(state, batches[0]).compile()
+        memory = compiled.memory_analysis()
+        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+        peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
+        carried = [state]
+        del state
+
+        def run(i: int, carried=carried, compiled=compiled, batches=batches) -> float:
+            loss, carried[0] = compiled(carried[0], batches[i])
+            return float(loss)
+
+        row = _timed(run, 8, flops_per_token)
+        yield {"work": "full_jax", "implementation": name, **row, "gibibytes": peak / 2**30}
+        del carried, compiled, run, graph
+        gc.collect()
+
+
+WORKS: dict[str, Callable[[list[str] | None], Iterator[Row]]] = {
+    "full_torch": full_torch,
+    "full_jax": full_jax,
+    "lora_torch": lora_torch,
+}
+
+
+def _torch_steps(build: Callable[[], Any], batch: int, compiles: bool) -> Row:
+    import torch
+
+    from torch_liger.flops import model_flops
+
+    gc.collect()  # the last candidate's model
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()
+    model = build()
+    model.train()
+    flops_per_token = model_flops(model).at(LENGTH)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    call = torch.compile(model) if compiles else model
+    vocab = model.config.vocab_size
+    batches = torch.randint(vocab, (WARMUP + STEPS, batch, LENGTH), device="cuda")
+
+    def run(i: int) -> float:
+        loss = call(input_ids=batches[i], labels=batches[i], use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if i == 0:
+            torch.cuda.reset_peak_memory_stats()  # after the optimizer's state has been made
+        return loss.item()
+
+    row = _timed(run, batch, flops_per_token)
+    row["gibibytes"] = torch.cuda.max_memory_allocated() / 2**30
+    return row
+
+
+def _timed(run: Callable[[int], float], batch: int, flops_per_token: float) -> Row:
+    """`run(i)` makes step i, waits for it and returns its loss."""
+    import torch
+
+    from torch_liger.flops import peak_flops
+
+    first = run(0)
+    if not abs(first - math.log(LLAMA["vocab_size"])) < 2.0:
+        raise ArithmeticError(f"the first loss must be near ln V = 11.8; got {first}")
+    seconds, loss = [], first
+    for i in range(1, WARMUP + STEPS):
+        start = time.perf_counter()
+        loss = run(i)
+        if i >= WARMUP:
+            seconds.append(time.perf_counter() - start)
+    speed = batch * LENGTH / statistics.median(seconds)
+    peak = peak_flops(torch.cuda.get_device_name())
+    return {
+        "tokens_per_second": speed,
+        "seconds": seconds,
+        "loss": loss,
+        "mfu": speed * flops_per_token / peak if peak else float("nan"),
+    }
+
+
+if __name__ == "__main__":
+    main()
