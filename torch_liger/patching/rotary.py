@@ -1,0 +1,92 @@
+"""The rotary embedding inside one attention module.
+
+transformers calls it as a global function of the modelling file, which all models of the family
+share. So the attention's own code is used with other globals, where that one name is ours. The
+file's functions, and every other instance, are left alone.
+"""
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from torch_liger import rotary
+from torch_liger.patching.patched import Replacement
+
+
+def half(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1, layout: str = "half") -> Any:
+    """Heads before time, as transformers has them, unless `unsqueeze_dim` is 2."""
+    if unsqueeze_dim == 2:
+        return rotary.rope(q, k, cos, sin, layout=layout)
+    # Views: the kernel reads by strides, and gives back what lies as q and k do.
+    q, k = rotary.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, layout=layout)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def interleaved(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    """Cohere: neighbours are a pair, and cos has each angle twice in a row."""
+    return half(q, k, cos, sin, unsqueeze_dim, "interleaved")
+
+
+def interleaved_from_halves(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    """GLM: neighbours are a pair, and the first half of cos has the angles."""
+    cos, sin = (a[..., : a.shape[-1] // 2].repeat_interleave(2, dim=-1) for a in (cos, sin))
+    return half(q, k, cos, sin, unsqueeze_dim, "interleaved")
+
+
+def half_from_angles(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    """gpt-oss: the halves are pairs, and cos has each angle once."""
+    cos, sin = (torch.cat([a, a], dim=-1) for a in (cos, sin))
+    return half(q, k, cos, sin, unsqueeze_dim)
+
+
+def interleaved_from_complex(xq: Any, xk: Any, freqs_cis: Any) -> Any:
+    """LLaMA 4: neighbours are a complex number, time comes before heads."""
+    cos, sin = (a.repeat_interleave(2, dim=-1) for a in (freqs_cis.real, freqs_cis.imag))
+    return rotary.rope(xq, xk, cos, sin, layout="interleaved")
+
+
+@dataclass(frozen=True)
+class Rope(Replacement):
+    """The attention's forward with `name` in its globals replaced by `function`."""
+
+    name: str
+    function: Callable[..., Any]
+    op: ClassVar[str] = "rope"
+
+    def make(self) -> Callable[..., Any]:
+        stock: Any = self.owner.forward  # type: ignore[attr-defined]
+        return with_global(stock, self.name, self.function)
+
+
+def calls(function: Any, name: str) -> bool:
+    """Whether the code, below its decorators, refers to this global name."""
+    return name in inspect.unwrap(function).__code__.co_names
+
+
+def with_global(function: Any, name: str, value: Any) -> Any:
+    """A copy of a function, decorators and all, in whose code `name` is `value`."""
+    inner = getattr(function, "__wrapped__", None)
+    names, closure = function.__globals__, function.__closure__
+    if inner is None:
+        # Without __name__ torch.compile takes the globals as they are, and not as the module's.
+        names = {k: v for k, v in names.items() if k != "__name__"} | {name: value}
+    else:
+        new_inner = with_global(inner, name, value)
+        closure = tuple(
+            types.CellType(new_inner) if cell.cell_contents is inner else cell for cell in closure
+        )
+    copy = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, closure
+    )
+    copy.__dict__.update(function.__dict__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
+    copy.__annotations__ = function.__annotations__
+    copy.__doc__ = function.__doc__
+    if inner is not None:
+        copy.__wrapped__ = new_inner
+    return copy
