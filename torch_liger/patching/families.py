@@ -171,6 +171,10 @@ def _modelling_file(folder: str) -> Any:
         return None
 
 
+# The operations, in the order in which reports name them.
+OPS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "cross_entropy",
+       "fused_linear_cross_entropy")  # fmt: skip
+
 _TORCH = "torch.nn.LayerNorm"
 _GEMMA = {"RMSNorm": rms_norm(1.0, "gemma")}
 _FLOAT32 = {"RMSNorm": rms_norm(casting_mode="gemma")}  # rounded after the weight

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_liger.patching import patched
-from torch_liger.patching.families import ANY_NORMS, FAMILIES, Family, Maker, family_of
+from torch_liger.patching.families import ANY_NORMS, OPS, Family, Maker, family_of
 from torch_liger.patching.patched import Replacement
 from torch_liger.patching.report import Report
 
@@ -130,7 +130,9 @@ def report_on(model: torch.nn.Module, family: Family, switches: dict[str, bool])
     left_out = {}
     for switch, on in switches.items():
         reasons = Counter(r for _, r in _plan(model, family, switch) if isinstance(r, str))
-        done = applied.get(switch, 0)
+        # A gate is counted by the activation it has, and switched by the family's usual one.
+        ops = ("swiglu", "geglu") if switch == family.gate else (switch,)
+        done = sum(applied.get(op, 0) for op in ops)
         left = sum(reasons.values())
         if reasons:
             total = f"{left} of {done + left}: " if done else ""
@@ -151,8 +153,7 @@ def _why_nothing(model: torch.nn.Module, family: Family, switch: str, on: bool) 
 
 def _applied(model: torch.nn.Module) -> dict[str, int]:
     ops = Counter(r.op for m in model.modules() for r in patched.record_of(m).values())
-    order = dict.fromkeys(switch for family in FAMILIES for switch in family.switches())
-    return {op: ops[op] for op in order if ops[op]}
+    return {op: ops[op] for op in OPS if ops[op]}
 
 
 def _plan(
