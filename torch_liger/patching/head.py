@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from torch_liger.patching.patched import slot_of
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -22,7 +24,8 @@ def why_not(model: Any) -> str | None:
         return f"lm_head is a {type(head).__name__}"
     if _hooked(head):
         return "lm_head has hooks"
-    if "forward" in head.__dict__ and "_hf_hook" not in head.__dict__:
+    own = head.__dict__.get(slot_of(head, "forward"))
+    if own is not None and getattr(own, "__func__", None) is not torch.nn.Linear.forward:
         return "lm_head's forward was replaced"
     weight = head.weight
     if weight.device.type == "meta":

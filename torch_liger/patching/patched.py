@@ -64,7 +64,7 @@ class Record(dict[str, Replacement]):
 
     def put(self, replacement: Replacement) -> None:
         self[replacement.method] = replacement
-        attributes, slot = self.module.__dict__, _slot(self.module, replacement.method)
+        attributes, slot = self.module.__dict__, slot_of(self.module, replacement.method)
         attributes.pop(slot, None)  # so that it comes to stand after the record
         attributes[slot] = types.MethodType(function_of(replacement), self.module)
         attributes[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, self.module)
@@ -100,7 +100,7 @@ def record_of(module: torch.nn.Module) -> dict[str, Replacement]:
 def why_not(module: torch.nn.Module, replacement: Replacement) -> str | None:
     """The reason why the method on this module must stay, or None."""
     name = replacement.method
-    current = module.__dict__.get(_slot(module, name))
+    current = module.__dict__.get(slot_of(module, name))
     stock = getattr(replacement.owner, name, None)
     if getattr(type(module), name, None) is not stock:
         return f"{type(module).__name__} has a {name} of its own"
@@ -115,7 +115,7 @@ def attach(module: torch.nn.Module, replacement: Replacement) -> None:
     record = module.__dict__.get(RECORD)
     if record is None:
         record = module.__dict__[RECORD] = Record(module)
-    slot = _slot(module, replacement.method)
+    slot = slot_of(module, replacement.method)
     if slot in module.__dict__:
         record.before[replacement.method] = module.__dict__[slot]
     record.put(replacement)
@@ -142,7 +142,7 @@ def detach(module: torch.nn.Module, name: str) -> None:
         del module.__dict__[RECORD], module.__dict__[_REPLICATE]
 
 
-def _slot(module: torch.nn.Module, name: str) -> str:
+def slot_of(module: torch.nn.Module, name: str) -> str:
     """Where the method stands: accelerate's hooks wrap it and keep it under another name."""
     wrapped = name == "forward" and "_hf_hook" in module.__dict__
     return "_old_forward" if wrapped and "_old_forward" in module.__dict__ else name
