@@ -11,12 +11,12 @@ import weakref
 
 import pytest
 import torch
-from patching_models import assert_same, batch, made, results, twin
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 import torch_liger
 from liger_ops import backend_triton
+from patching_models import assert_same, batch, made, results, twin
 from torch_liger import apply_liger_kernel_to_llama
 from torch_liger.patching import patched
 
@@ -291,7 +291,7 @@ def test_wrong_calls():
         apply_liger_kernel_to_llama(model, rms_nrom=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'layer_norm'"):
         torch_liger.apply_liger_kernel(model, layer_norm=True)
-    with pytest.raises(TypeError, match="use_fused_rope and rope are the same .* False and True"):
+    with pytest.raises(TypeError, match=r"use_fused_rope and rope are the same .* False and True"):
         apply_liger_kernel_to_llama(model, use_fused_rope=False, rope=True)
     with pytest.raises(TypeError, match="rope must be True or False; got 'yes'"):
         apply_liger_kernel_to_llama(model, rope="yes")

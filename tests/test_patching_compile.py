@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from patching_models import batch, made, twin
 
 import torch_liger
 from liger_ops import backend_triton
+from patching_models import batch, made, twin
 
 BACKENDS = [
     "eager",
@@ -46,7 +46,7 @@ def test_a_training_step_without_graph_breaks(family, backend):
 # torch.compile looks at inputs that are no leaves; it does so in a plain model too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_layers_compiled_one_by_one_share_their_code(monkeypatch):
-    model = made("llama", num_hidden_layers=12)
+    model = made("llama", num_hidden_layers=12, use_cache=False)
     torch_liger.apply_liger_kernel(model)
     expected = model(**batch()).loss
     monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)

@@ -4,11 +4,11 @@ import logging
 
 import pytest
 import torch
-from patching_models import DEVICE, VOCAB, assert_same, batch, made, results, twin
 from transformers.models.cohere.modeling_cohere import CohereForCausalLM
 
 import torch_liger
 from liger_ops import backend_triton
+from patching_models import DEVICE, VOCAB, assert_same, batch, made, results, twin
 from torch_liger.patching import causal_lm
 
 

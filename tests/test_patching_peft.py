@@ -4,10 +4,10 @@ import logging
 
 import pytest
 import torch
-from patching_models import assert_same, batch, made, results
 
 import torch_liger
 from liger_ops import backend_triton
+from patching_models import assert_same, batch, made, results
 from torch_liger.patching import causal_lm
 
 peft = pytest.importorskip("peft")
