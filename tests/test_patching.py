@@ -305,7 +305,13 @@ def test_wrong_calls():
         apply_liger_kernel_to_llama(True)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module; got str"):
         torch_liger.apply_liger_kernel("meta-llama/Llama-3.2-1B")
+    for given in (model, None):
+        with pytest.raises(NotImplementedError, match="fused_qkv=True needs"):
+            apply_liger_kernel_to_llama(given, fused_qkv=True)
+    with pytest.raises(ValueError, match="model must be given for bert, since no class"):
+        torch_liger.apply_liger_kernel_to_bert()
     assert not torch_liger.report(model).applied
+    assert not patched.patched_classes()
 
 
 def test_signatures():
@@ -321,6 +327,18 @@ def test_signatures():
     model = twin(made("gemma"))
     report = torch_liger.apply_liger_kernel_to_gemma(model, swiglu=False)
     assert report.left_out["geglu"] == "switched off"
+
+
+def test_the_language_model_of_another_that_makes_the_loss():
+    class SomeForConditionalGeneration(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.language_model = made("llama")
+
+    report = torch_liger.apply_liger_kernel(SomeForConditionalGeneration())
+    assert report.left_out["fused_linear_cross_entropy"] == (
+        "the model around it computes the loss, from its logits"
+    )
 
 
 def test_liger_kernels_own_name():

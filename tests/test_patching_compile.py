@@ -27,6 +27,8 @@ def test_a_training_step_without_graph_breaks(family, backend):
     # transformers collects router logits under a lock, which torch.compile does not trace.
     settings = {"output_router_logits": False} if family in ("mixtral", "llama4_text") else {}
     plain = made(family, attention="eager", **settings)
+    if family == "mixtral":  # grouped_mm is not traced in float32 in older versions
+        plain.set_experts_implementation("batched_mm")
     model = twin(plain)
     torch_liger.apply_liger_kernel(model)
     compiled = torch.compile(model, fullgraph=True, backend=backend)

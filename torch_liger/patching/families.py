@@ -60,13 +60,19 @@ def experts(cls: type, module: Any) -> Replacement | str:
     return gated(ours.ExpertsGate)(cls, module)
 
 
-def rope(name: str = "apply_rotary_pos_emb", function: Any = rotary.half) -> Maker:
-    """An attention whose forward calls the global function `name`."""
+def rope(function: Any = rotary.half, name: str = "apply_rotary_pos_emb", **others: Any) -> Maker:
+    """An attention whose forward calls the global function `name`, or one of the others.
+
+    Args:
+        others: what to put in the place of functions that other versions of transformers call.
+    """
+    functions = {name: function} | others
 
     def make(cls: Any, module: Any) -> Replacement | str:
-        if not rotary.calls(cls.forward, name):
-            return f"its forward does not call {name} in this version of transformers"
-        return rotary.Rope(cls, name, function)
+        for called in functions:
+            if rotary.calls(cls.forward, called):
+                return rotary.Rope(cls, called, functions[called])
+        return f"its forward does not call {name} in this version of transformers"
 
     return make
 
@@ -179,6 +185,7 @@ _TORCH = "torch.nn.LayerNorm"
 _GEMMA = {"RMSNorm": rms_norm(1.0, "gemma")}
 _FLOAT32 = {"RMSNorm": rms_norm(casting_mode="gemma")}  # rounded after the weight
 _FUSED_GATE = {"MLP": gated(projections=("gate_up_proj",))}
+_MROPE = rope(apply_multimodal_rotary_pos_emb=rotary.half_from_axes)
 _SOFTCAP = Logits(softcap="final_logit_softcapping")
 _TORCH_LAYER_NORM = {_TORCH: layer_norm()}
 _NONE: Any = {}
@@ -190,14 +197,15 @@ FAMILIES = (
     Family("qwen2", "Qwen2"),
     Family("qwen3", "Qwen3"),
     Family("qwen3_moe", "Qwen3Moe", mlps={"MLP": gated(), "Experts": experts}),
-    # The language model alone, and the vision tower's norms and feed-forward layers.
+    # Also the vision tower's norms and, in 2.5, its feed-forward layers.
     Family("qwen2_vl", "Qwen2", model_types=("qwen2_vl_text",),
-           norms={"VLRMSNorm": rms_norm()}, layer_norms=_TORCH_LAYER_NORM,
-           attentions={"VLAttention": rope()},
+           norms={"VLRMSNorm": rms_norm(), "RMSNorm": rms_norm()}, layer_norms=_TORCH_LAYER_NORM,
+           attentions={"VLAttention": _MROPE},
            causal_lms={"VLForConditionalGeneration": Logits()}),
     Family("qwen2_5_vl", "Qwen2", model_types=("qwen2_5_vl_text",),
-           norms={"_5_VLRMSNorm": rms_norm()}, mlps={"MLP": gated(), "_5_VLMLP": gated()},
-           attentions={"_5_VLAttention": rope()},
+           norms={"_5_VLRMSNorm": rms_norm(), "RMSNorm": rms_norm()},
+           mlps={"MLP": gated(), "_5_VLMLP": gated()},
+           attentions={"_5_VLAttention": _MROPE},
            causal_lms={"_5_VLForConditionalGeneration": Logits()}),
     Family("phi3", "Phi3", mlps=_FUSED_GATE),
     Family("gemma", "Gemma", norms=_GEMMA, gate="geglu"),
@@ -210,21 +218,21 @@ FAMILIES = (
     Family("olmo3", "Olmo3", norms=_FLOAT32),
     Family("smollm3", "SmolLM3"),
     Family("glm4", "Glm4", mlps=_FUSED_GATE,
-           attentions={"Attention": rope(function=rotary.interleaved_from_halves)}),
+           attentions={"Attention": rope(rotary.interleaved_from_halves)}),
     Family("llama4_text", "Llama4", "llama4", model_types=("llama4",),
            norms={"TextRMSNorm": rms_norm(eps="eps"), "TextL2Norm": rms_norm(eps="eps")},
            mlps={"TextMLP": gated(), "TextExperts": gated(ours.Llama4Experts)},
            attentions={
-               "TextAttention": rope("apply_rotary_emb", rotary.interleaved_from_complex)}),
+               "TextAttention": rope(rotary.interleaved_from_complex, "apply_rotary_emb")}),
     Family("gpt_oss", "GptOss", norms=_FLOAT32, mlps=_NONE,
-           attentions={"Attention": rope(function=rotary.half_from_angles)},
+           attentions={"Attention": rope(rotary.half_from_angles)},
            missing={"swiglu": "its gate is clamped and interleaved, which has no kernel"}),
     Family("nemotron", "Nemotron", norms=_NONE, mlps=_NONE,
            layer_norms={"LayerNorm1P": layer_norm(ours.LayerNorm1P)},
            missing={"relu_squared": "the squared ReLU has no kernel"}),
     Family("cohere", "Cohere", norms=_NONE,
            layer_norms={"LayerNorm": layer_norm(ours.CohereLayerNorm)},
-           attentions={"Attention": rope(function=rotary.interleaved)},
+           attentions={"Attention": rope(rotary.interleaved)},
            causal_lms={"ForCausalLM": Logits(multiplied_by="logit_scale")}),
     Family("phi", "Phi", norms=_NONE, layer_norms=_TORCH_LAYER_NORM, mlps=_NONE),
     Family("bert", "Bert", norms=_NONE, layer_norms=_TORCH_LAYER_NORM, mlps=_NONE,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torch_liger.patching import patched
+from torch_liger.patching.causal_lm import FusedLoss
 from torch_liger.patching.families import ANY_NORMS, OPS, Family, Maker, family_of
 from torch_liger.patching.patched import Replacement
 from torch_liger.patching.report import Report
@@ -71,6 +72,10 @@ def patch_classes(family: Family, switches: dict[str, bool]) -> tuple[Report, li
             left_out[switch] = family.missing.get(switch) or (
                 "switched off" if not on else "of no class that is this family's alone"
             )
+    if not applied:
+        raise ValueError(
+            f"model must be given for {family.name}, since no class of its own is patched; got None"
+        )
     report = Report(family.name, dict(applied), left_out)
     if changed:
         _LOGGER.info("%s (models made from now on)", report)
@@ -162,10 +167,21 @@ def _plan(
     """For every module that the operation is for and that is not done: what to put, or why not."""
     for module, (cls, maker) in _matches(model, family, switch):
         replacement = maker(cls, module)
+        if isinstance(replacement, FusedLoss) and _makes_the_loss_around(model, module):
+            replacement = "the model around it computes the loss, from its logits"
         if isinstance(replacement, str):
             yield module, replacement
         elif patched.record_of(module).get(replacement.method) is None:
             yield module, patched.why_not(module, replacement) or replacement
+
+
+def _makes_the_loss_around(model: torch.nn.Module, module: torch.nn.Module) -> bool:
+    """Whether `module` is the language model inside a multimodal one of transformers."""
+    return any(
+        type(outer).__name__.endswith("ForConditionalGeneration") and module in outer.modules()
+        for outer in model.modules()
+        if outer is not module
+    )
 
 
 def _matches(

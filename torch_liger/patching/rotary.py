@@ -43,6 +43,17 @@ def half_from_angles(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1)
     return half(q, k, cos, sin, unsqueeze_dim)
 
 
+def half_from_axes(
+    q: Any, k: Any, cos: Any, sin: Any, sections: Any, unsqueeze_dim: int = 1
+) -> Any:
+    """Qwen2-VL in older versions: cos is (3, B, T, H), and each section is of one of the axes."""
+    cos, sin = (
+        torch.cat([a[i % 3] for i, a in enumerate(angle.split(list(sections) * 2, dim=-1))], dim=-1)
+        for angle in (cos, sin)
+    )
+    return half(q, k, cos, sin, unsqueeze_dim)
+
+
 def interleaved_from_complex(xq: Any, xk: Any, freqs_cis: Any) -> Any:
     """LLaMA 4: neighbours are a complex number, time comes before heads."""
     cos, sin = (a.repeat_interleave(2, dim=-1) for a in (freqs_cis.real, freqs_cis.imag))
