@@ -57,7 +57,8 @@ def test_the_call_as_it_is_advertised():
         model, use_fused_rmsnorm=True, use_fused_rope=True, use_fused_linear_cross_entropy=True
     )
     assert report.applied == {
-        "rms_norm": 5, "rope": 2, "swiglu": 2, "fused_linear_cross_entropy": 1,
+        "rms_norm": 5, "rope": 2, "swiglu": 2, "fused_add_rms_norm": 2,
+        "fused_linear_cross_entropy": 1,
     }  # fmt: skip
     assert_same(results(model, **inputs), expected)
 
@@ -109,8 +110,8 @@ def test_twice_is_once(caplog):
     assert_identical(once, state_of(model))
     assert caplog.messages == [
         "Applied Liger kernel to llama: rms_norm x5, rope x2, swiglu x2, "
-        "fused_linear_cross_entropy x1. Left out: cross_entropy (switched off); "
-        "fused_qkv (switched off)"
+        "fused_add_rms_norm x2, fused_linear_cross_entropy x1. "
+        "Left out: cross_entropy (switched off); fused_qkv (switched off)"
     ]
     torch_liger.unpatch(model)
     assert_identical(before, state_of(model))
@@ -194,7 +195,7 @@ def test_saved_and_loaded(tmp_path):
         tmp_path, use_fused_rope=False, **settings
     )
     assert torch_liger.report(ours).applied == {
-        "rms_norm": 5, "swiglu": 2, "fused_linear_cross_entropy": 1,
+        "rms_norm": 5, "swiglu": 2, "fused_add_rms_norm": 2, "fused_linear_cross_entropy": 1,
     }  # fmt: skip
     assert_same(results(ours.to(model.device).train(), **inputs), expected)
     of_config = torch_liger.AutoLigerKernelForCausalLM.from_config(model.config)
@@ -221,7 +222,8 @@ def test_models_made_afterwards():
     earlier = made("llama")
     report = apply_liger_kernel_to_llama()
     assert report.applied == {
-        "rms_norm": 1, "rope": 1, "swiglu": 1, "fused_linear_cross_entropy": 1,
+        "rms_norm": 1, "rope": 1, "swiglu": 1, "fused_add_rms_norm": 1,
+        "fused_linear_cross_entropy": 1,
     }  # fmt: skip
     assert apply_liger_kernel_to_llama() == report
     later = made("llama")
@@ -316,8 +318,9 @@ def test_wrong_calls():
 
 def test_signatures():
     parameters = inspect.signature(apply_liger_kernel_to_llama).parameters
-    assert {n: p.default for n, p in list(parameters.items())[:7]} == {
-        "model": None, "rms_norm": True, "rope": True, "swiglu": True, "cross_entropy": False,
+    assert {n: p.default for n, p in list(parameters.items())[:8]} == {
+        "model": None, "rms_norm": True, "rope": True, "swiglu": True,
+        "fused_add_rms_norm": True, "cross_entropy": False,
         "fused_linear_cross_entropy": True, "fused_qkv": False,
     }  # fmt: skip
     assert "use_fused_rmsnorm" in parameters

@@ -22,7 +22,7 @@ def plain_versions(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "glm4", "mixtral", "llama4_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "llama4_text"])
 def test_a_training_step_without_graph_breaks(family, backend):
     # transformers collects router logits under a lock, which torch.compile does not trace.
     settings = {"output_router_logits": False} if family in ("mixtral", "llama4_text") else {}

@@ -154,5 +154,5 @@ def test_a_family_inside_another_model(plain_versions):
 
     around = Around()
     report = torch_liger.apply_liger_kernel(around)
-    assert report.applied == {"rms_norm": 5, "rope": 2, "swiglu": 2}
+    assert report.applied == {"rms_norm": 5, "rope": 2, "swiglu": 2, "fused_add_rms_norm": 2}
     assert report.left_out["fused_linear_cross_entropy"] == "the model has no LlamaForCausalLM"

@@ -38,6 +38,7 @@ _SWITCHES = {
     "rope": "the rotary embedding by `rope`.",
     "swiglu": "the gated activation by `swiglu`.",
     "geglu": "the gated activation by `geglu`.",
+    "fused_add_rms_norm": "in a layer, adding to the residual stream and the norm in one.",
     "relu_squared": "not available; False.",
     "cross_entropy": "the loss over the model's logits by `cross_entropy`.",
     "fused_linear_cross_entropy": "head and loss in one by `fused_linear_cross_entropy`.",

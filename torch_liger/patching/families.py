@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from torch_liger.patching import replacements as ours
-from torch_liger.patching import rotary
+from torch_liger.patching import residual, rotary
 from torch_liger.patching.causal_lm import CrossEntropy, FusedLoss, Logits, transforms_named_in
-from torch_liger.patching.patched import Replacement
+from torch_liger.patching.patched import Replacement, record_of
 
 # What makes the replacement for a module of a class, or says why there is none.
 Maker = Callable[[type, torch.nn.Module], Replacement | str]
@@ -77,6 +77,15 @@ def rope(function: Any = rotary.half, name: str = "apply_rotary_pos_emb", **othe
     return make
 
 
+def add_norm(cls: Any, module: Any) -> Replacement | str:
+    """A decoder layer as LLaMA's, which adds to the residual stream and normalises the sum."""
+    if not residual.is_like_llamas(cls.forward):
+        return "its forward is not as LLaMA's in this version of transformers"
+    if not isinstance(record_of(module.post_attention_layernorm).get("forward"), ours.RMSNorm):
+        return "its norm is not patched"
+    return residual.AddNorm(cls)
+
+
 def fused_loss(logits: Logits) -> Maker:
     """A causal language model with `lm_head`."""
 
@@ -106,7 +115,7 @@ class Family:
         prefix: of its classes.
         folder: of the modelling file; None for one called `name`.
         model_types: the values of config.model_type beside `name`.
-        norms, layer_norms, mlps, attentions, causal_lms: its classes.
+        norms, layer_norms, mlps, attentions, layers, causal_lms: its classes.
         gate: the switch of its feed-forward layers, "swiglu" or "geglu".
         missing: switches for which there is no kernel, with the reason.
     """
@@ -119,6 +128,7 @@ class Family:
     layer_norms: Mapping[str, Maker] = field(default_factory=dict)
     mlps: Mapping[str, Maker] = field(default_factory=lambda: {"MLP": gated()})
     attentions: Mapping[str, Maker] = field(default_factory=lambda: {"Attention": rope()})
+    layers: Mapping[str, Maker] = field(default_factory=dict)
     causal_lms: Mapping[str, Logits] = field(default_factory=lambda: {"ForCausalLM": Logits()})
     gate: str = "swiglu"
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -130,6 +140,7 @@ class Family:
             "layer_norm": bool(self.layer_norms),
             "rope": bool(self.attentions),
             self.gate: bool(self.mlps),
+            "fused_add_rms_norm": bool(self.layers),
         }
         found = {name: True for name, there in found.items() if there}
         found |= dict.fromkeys(self.missing, False)
@@ -149,6 +160,7 @@ class Family:
                 "layer_norm": self.layer_norms,
                 "rope": self.attentions,
                 self.gate: self.mlps,
+                "fused_add_rms_norm": self.layers,
             }.get(switch, {})
         )
 
@@ -178,8 +190,8 @@ def _modelling_file(folder: str) -> Any:
 
 
 # The operations, in the order in which reports name them.
-OPS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "cross_entropy",
-       "fused_linear_cross_entropy")  # fmt: skip
+OPS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "fused_add_rms_norm",
+       "cross_entropy", "fused_linear_cross_entropy")  # fmt: skip
 
 _TORCH = "torch.nn.LayerNorm"
 _GEMMA = {"RMSNorm": rms_norm(1.0, "gemma")}
@@ -188,27 +200,29 @@ _FUSED_GATE = {"MLP": gated(projections=("gate_up_proj",))}
 _MROPE = rope(apply_multimodal_rotary_pos_emb=rotary.half_from_axes)
 _SOFTCAP = Logits(softcap="final_logit_softcapping")
 _TORCH_LAYER_NORM = {_TORCH: layer_norm()}
+_LAYER = {"DecoderLayer": add_norm}  # as LLaMA's
 _NONE: Any = {}
 
 FAMILIES = (
-    Family("llama", "Llama"),
-    Family("mistral", "Mistral"),
-    Family("mixtral", "Mixtral", mlps={"Experts": experts}),
-    Family("qwen2", "Qwen2"),
-    Family("qwen3", "Qwen3"),
-    Family("qwen3_moe", "Qwen3Moe", mlps={"MLP": gated(), "Experts": experts}),
+    Family("llama", "Llama", layers=_LAYER),
+    Family("mistral", "Mistral", layers=_LAYER),
+    Family("mixtral", "Mixtral", mlps={"Experts": experts}, layers=_LAYER),
+    Family("qwen2", "Qwen2", layers=_LAYER),
+    Family("qwen3", "Qwen3", layers=_LAYER),
+    Family("qwen3_moe", "Qwen3Moe", mlps={"MLP": gated(), "Experts": experts},
+           layers=_LAYER),
     # Also the vision tower's norms and, in 2.5, its feed-forward layers.
     Family("qwen2_vl", "Qwen2", model_types=("qwen2_vl_text",),
            norms={"VLRMSNorm": rms_norm(), "RMSNorm": rms_norm()}, layer_norms=_TORCH_LAYER_NORM,
-           attentions={"VLAttention": _MROPE},
+           attentions={"VLAttention": _MROPE}, layers={"VLDecoderLayer": add_norm},
            causal_lms={"VLForConditionalGeneration": Logits()}),
     Family("qwen2_5_vl", "Qwen2", model_types=("qwen2_5_vl_text",),
            norms={"_5_VLRMSNorm": rms_norm(), "RMSNorm": rms_norm()},
            mlps={"MLP": gated(), "_5_VLMLP": gated()},
-           attentions={"_5_VLAttention": _MROPE},
+           attentions={"_5_VLAttention": _MROPE}, layers={"_5_VLDecoderLayer": add_norm},
            causal_lms={"_5_VLForConditionalGeneration": Logits()}),
     Family("phi3", "Phi3", mlps=_FUSED_GATE),
-    Family("gemma", "Gemma", norms=_GEMMA, gate="geglu"),
+    Family("gemma", "Gemma", norms=_GEMMA, gate="geglu", layers=_LAYER),
     Family("gemma2", "Gemma2", norms=_GEMMA, gate="geglu", causal_lms={"ForCausalLM": _SOFTCAP}),
     Family("gemma3_text", "Gemma3", "gemma3", model_types=("gemma3",), norms=_GEMMA, gate="geglu",
            causal_lms={"ForCausalLM": _SOFTCAP, "ForConditionalGeneration": Logits()}),
@@ -216,7 +230,7 @@ FAMILIES = (
            causal_lms={"ForCausalLM": Logits(divided_by="logits_scaling")}),
     Family("olmo2", "Olmo2", norms=_FLOAT32),
     Family("olmo3", "Olmo3", norms=_FLOAT32),
-    Family("smollm3", "SmolLM3"),
+    Family("smollm3", "SmolLM3", layers=_LAYER),
     Family("glm4", "Glm4", mlps=_FUSED_GATE,
            attentions={"Attention": rope(rotary.interleaved_from_halves)}),
     Family("llama4_text", "Llama4", "llama4", model_types=("llama4",),

@@ -17,12 +17,12 @@ def why_not(model: Any) -> str | None:
         return "the model has a loss function of its own"
     head = model.lm_head
     wrapper = _saved(head)
-    if wrapper is not head and _hooked(head):
+    if wrapper is not head and hooked(head):
         return "lm_head has hooks"
     head = wrapper
     if not isinstance(head, torch.nn.Linear) or type(head).forward is not torch.nn.Linear.forward:
         return f"lm_head is a {type(head).__name__}"
-    if _hooked(head):
+    if hooked(head):
         return "lm_head has hooks"
     own = head.__dict__.get(slot_of(head, "forward"))
     if own is not None and getattr(own, "__func__", None) is not torch.nn.Linear.forward:
@@ -79,5 +79,6 @@ def _saved(head: Any) -> Any:
     return head.modules_to_save[active[0]]
 
 
-def _hooked(module: torch.nn.Module) -> bool:
+def hooked(module: torch.nn.Module) -> bool:
+    """Whether a call of the module does more than its forward."""
     return any(getattr(module, name) for name in _HOOKS)

@@ -38,13 +38,11 @@ def patch_model(
     if switches.get("fused_qkv"):
         _refuse_fused_qkv()
     changes: list[Change] = []
-    for switch, on in switches.items():
-        if on:
-            changes += [
-                (m, r) for m, r in _plan(model, family, switch) if isinstance(r, Replacement)
-            ]
-    for module, replacement in changes:
-        patched.attach(module, replacement)
+    for switch in (switch for switch, on in switches.items() if on):
+        plan = [(m, r) for m, r in _plan(model, family, switch) if isinstance(r, Replacement)]
+        for module, replacement in plan:
+            patched.attach(module, replacement)
+        changes += plan
     report = report_on(model, family, switches)
     if changes:
         _LOGGER.info("%s", report)

@@ -61,12 +61,14 @@ class Record(dict[str, Replacement]):
         super().__init__()
         self.module = module
         self.before: dict[str, Any] = {}
+        self.functions: dict[str, Callable[..., Any]] = {}
 
     def put(self, replacement: Replacement) -> None:
         self[replacement.method] = replacement
+        function = self.functions[replacement.method] = function_of(replacement)
         attributes, slot = self.module.__dict__, slot_of(self.module, replacement.method)
         attributes.pop(slot, None)  # so that it comes to stand after the record
-        attributes[slot] = types.MethodType(function_of(replacement), self.module)
+        attributes[slot] = types.MethodType(function, self.module)
         attributes[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, self.module)
 
     def __reduce__(self) -> Any:
@@ -128,7 +130,8 @@ def detach(module: torch.nn.Module, name: str) -> None:
     method does (see `causal_lm`).
     """
     record = module.__dict__[RECORD]
-    function = function_of(record.pop(name))
+    del record[name]
+    function = record.functions.pop(name)
     for slot in (name, "_old_" + name):  # accelerate may have come or gone since
         if getattr(module.__dict__.get(slot), "__func__", None) is not function:
             continue

@@ -6,7 +6,6 @@ file's functions, and every other instance, are left alone.
 """
 
 import inspect
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ import torch
 
 from torch_liger import rotary
 from torch_liger.patching.patched import Replacement
+from torch_liger.patching.redecorating import copied, redecorated
 
 
 def half(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1, layout: str = "half") -> Any:
@@ -70,7 +70,7 @@ class Rope(Replacement):
 
     def make(self) -> Callable[..., Any]:
         stock: Any = self.owner.forward  # type: ignore[attr-defined]
-        return with_global(stock, self.name, self.function)
+        return redecorated(stock, with_global(inspect.unwrap(stock), self.name, self.function))
 
 
 def calls(function: Any, name: str) -> bool:
@@ -79,25 +79,7 @@ def calls(function: Any, name: str) -> bool:
 
 
 def with_global(function: Any, name: str, value: Any) -> Any:
-    """A copy of a function, decorators and all, in whose code `name` is `value`."""
-    inner = getattr(function, "__wrapped__", None)
-    names, closure = function.__globals__, function.__closure__
-    if inner is None:
-        # Without __name__ torch.compile takes the globals as they are, and not as the module's.
-        names = {k: v for k, v in names.items() if k != "__name__"} | {name: value}
-    else:
-        new_inner = with_global(inner, name, value)
-        closure = tuple(
-            types.CellType(new_inner) if cell.cell_contents is inner else cell for cell in closure
-        )
-    copy = types.FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, closure
-    )
-    copy.__dict__.update(function.__dict__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
-    copy.__annotations__ = function.__annotations__
-    copy.__doc__ = function.__doc__
-    if inner is not None:
-        copy.__wrapped__ = new_inner
-    return copy
+    """A copy of a function in whose code the global `name` is `value`."""
+    # Without __name__ torch.compile takes the globals as they are, and not as the module's.
+    names = {k: v for k, v in function.__globals__.items() if k != "__name__"} | {name: value}
+    return copied(function, names, function.__closure__)
