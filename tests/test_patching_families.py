@@ -32,7 +32,9 @@ def test_same_loss_logits_and_gradients(plain_versions, family):
     model, inputs = made(family), batch()
     expected = results(model, **inputs)
     report = getattr(torch_liger, f"apply_liger_kernel_to_{family}")(model)
-    assert set(report.left_out) == LEFT_OUT.get(family, set()) | OFF
+    unlike = {n for n, reason in report.left_out.items() if "in this version of" in reason}
+    assert unlike <= {"fused_add_rms_norm"}
+    assert set(report.left_out) - unlike == LEFT_OUT.get(family, set()) | OFF
     assert set(report.applied) | set(report.left_out) == set(families.family_of(family).switches())
     assert model(**inputs).logits is None
     assert_same(results(model, **inputs), expected)

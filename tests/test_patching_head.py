@@ -8,13 +8,13 @@ import torch
 import torch_liger
 from liger_ops import backend_triton
 from patching_models import DEVICE, VOCAB, assert_same, batch, made, results, twin
-from torch_liger.patching import causal_lm
+from torch_liger.patching.report import log_once
 
 
 @pytest.fixture(autouse=True)
 def plain_versions(monkeypatch):
     monkeypatch.setattr(backend_triton, "INTERPRET", False)
-    causal_lm._log.cache_clear()
+    log_once.cache_clear()
 
 
 def pair(**settings):

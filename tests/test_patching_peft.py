@@ -8,7 +8,7 @@ import torch
 import torch_liger
 from liger_ops import backend_triton
 from patching_models import assert_same, batch, made, results
-from torch_liger.patching import causal_lm
+from torch_liger.patching.report import log_once
 
 peft = pytest.importorskip("peft")
 # Of transformers, about names that peft uses.
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.fixture(autouse=True)
 def plain_versions(monkeypatch):
     monkeypatch.setattr(backend_triton, "INTERPRET", False)
-    causal_lm._log.cache_clear()
+    log_once.cache_clear()
 
 
 def adapted(order, **settings):

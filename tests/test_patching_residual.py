@@ -107,6 +107,19 @@ def test_layers_are_still_checkpointed(calls, reentrant):
     assert_same(results(model, **batch()), expected)
 
 
+def test_a_layer_whose_class_was_changed_is_still_checkpointed(calls):
+    """As FSDP2 changes it."""
+    _, model = pair()
+    layer = model.model.layers[1]
+    layer.__class__ = type("FSDPLlamaDecoderLayer", (LlamaDecoderLayer,), {})
+    seen = []
+    layer.mlp.register_forward_pre_hook(lambda module, args: seen.append(module))
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    model(**batch()).loss.backward()
+    assert len(seen) == 2  # once more for the backward
+
+
 def test_in_bfloat16_the_sum_is_rounded_as_before():
     plain, model = (m.to(torch.bfloat16) for m in pair())
     for m in (plain, model):

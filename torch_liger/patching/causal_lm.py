@@ -5,7 +5,6 @@ are ours. The head keeps the hidden states and hands out an empty tensor; the lo
 the forward calls with the labels and whatever else came for it, computes head and loss in one.
 """
 
-import functools
 import inspect
 import logging
 import re
@@ -18,8 +17,7 @@ import torch
 from torch_liger import losses
 from torch_liger.patching import head
 from torch_liger.patching.patched import Replacement, record_of
-
-_LOGGER = logging.getLogger("torch_liger")
+from torch_liger.patching.report import log_once
 
 
 @dataclass(frozen=True)
@@ -180,9 +178,4 @@ def next_tokens(
 
 def _warn_once(name: str, reason: str) -> None:
     if not torch.compiler.is_compiling():
-        _log(f"{name}: the loss is computed from logits: {reason}")
-
-
-@functools.cache
-def _log(message: str) -> None:
-    _LOGGER.warning(message)
+        log_once(logging.WARNING, f"{name}: the loss is computed from logits: {reason}")

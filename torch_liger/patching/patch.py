@@ -11,7 +11,7 @@ from torch_liger.patching import patched
 from torch_liger.patching.causal_lm import FusedLoss
 from torch_liger.patching.families import ANY_NORMS, OPS, Family, Maker, family_of
 from torch_liger.patching.patched import Replacement
-from torch_liger.patching.report import Report
+from torch_liger.patching.report import Report, log_once
 
 _LOGGER = logging.getLogger("torch_liger")
 
@@ -90,7 +90,7 @@ def _patch_when_made(cls: type, maker: Maker) -> Any:
                 return
         else:
             reason = replacement
-        _LOGGER.info("%s is left as it is: %s", type(module).__name__, reason)
+        log_once(logging.INFO, f"{type(module).__name__} is left as it is: {reason}")
 
     return patch
 
@@ -165,7 +165,7 @@ def _plan(
     """For every module that the operation is for and that is not done: what to put, or why not."""
     for module, (cls, maker) in _matches(model, family, switch):
         replacement = maker(cls, module)
-        if isinstance(replacement, FusedLoss) and _makes_the_loss_around(model, module):
+        if isinstance(replacement, FusedLoss) and _inside_another(model, module):
             replacement = "the model around it computes the loss, from its logits"
         if isinstance(replacement, str):
             yield module, replacement
@@ -173,7 +173,7 @@ def _plan(
             yield module, patched.why_not(module, replacement) or replacement
 
 
-def _makes_the_loss_around(model: torch.nn.Module, module: torch.nn.Module) -> bool:
+def _inside_another(model: torch.nn.Module, module: torch.nn.Module) -> bool:
     """Whether `module` is the language model inside a multimodal one of transformers."""
     return any(
         type(outer).__name__.endswith("ForConditionalGeneration") and module in outer.modules()

@@ -4,6 +4,8 @@ The method stands in the instance's own `__dict__`, where `nn.Module.__call__` f
 class's. So the type, its name, the parameters, the hooks and every other instance stay as they
 are. It is a plain bound method: torch.compile looks through one without tying a compiled layer to
 one module, which it does not do for other callables, and `copy.deepcopy` binds it to the copy.
+A module then refers to itself, so a patched model that is dropped goes at the next garbage
+collection, and an unpatched one at once.
 """
 
 import functools

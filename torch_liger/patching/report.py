@@ -1,5 +1,7 @@
 """What was replaced in a model, what was not, and why."""
 
+import functools
+import logging
 from dataclasses import dataclass, field
 
 
@@ -22,3 +24,9 @@ class Report:
         left_out = "; ".join(f"{op} ({reason})" for op, reason in self.left_out.items())
         line = f"Applied Liger kernel to {self.model_type}: {applied}"
         return f"{line}. Left out: {left_out}" if left_out else line
+
+
+@functools.cache
+def log_once(level: int, message: str) -> None:
+    """Logs what holds for many modules, or for every step, one time."""
+    logging.getLogger("torch_liger").log(level, message)
