@@ -11,6 +11,8 @@ import transformers
 from flax import nnx
 from safetensors.torch import load_file
 
+from jax_liger.models import loss_fn
+
 LENGTH = 128
 SMALL = dict(
     vocab_size=97,
@@ -213,3 +215,14 @@ def relative(got, want) -> np.ndarray:
 def parameters(model) -> dict[str, np.ndarray]:
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): param[...] for path, param in flat}
+
+
+# The loss and its gradients, of the model's own structure.
+gradients = quick_jit(jax.value_and_grad(loss_fn))
+
+
+def assert_close(a, b, bound: float) -> None:
+    """Every leaf's largest error, over the leaf's largest value."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.abs(x - y).max() <= bound * np.abs(y).max()

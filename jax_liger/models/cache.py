@@ -20,7 +20,7 @@ class LayerCache:
 
     def append(self, k: jax.Array, v: jax.Array) -> "LayerCache":
         """Writes k and v (B, T, K, H) into the next T slots."""
-        start = (0, self.filled, 0, 0)
+        start = (jnp.int32(0), self.filled, jnp.int32(0), jnp.int32(0))
         keys = jax.lax.dynamic_update_slice(self.keys, k.astype(self.keys.dtype), start)
         values = jax.lax.dynamic_update_slice(self.values, v.astype(self.values.dtype), start)
         return replace(self, keys=keys, values=values)
@@ -61,7 +61,7 @@ class Cache:
         if segment_ids is None:
             segment_ids = jnp.ones((batch, length), jnp.int32)
         segments = jax.lax.dynamic_update_slice(
-            self.segment_ids, segment_ids.astype(jnp.int32), (0, self.filled)
+            self.segment_ids, segment_ids.astype(jnp.int32), (jnp.int32(0), self.filled)
         )
         return replace(self, segment_ids=segments)
 

@@ -105,7 +105,7 @@ def _generate(
         hidden, cache = model.model(last[:, None], cache=cache)
         token = choose(hidden, step).astype(tokens.dtype)
         token = jnp.where(done, pad_token_id, token)
-        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, step))
+        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (jnp.int32(0), step))
         return step + 1, token, tokens, done | ended(token), cache
 
     start = (jnp.int32(1), first, tokens, ended(first), cache)
