@@ -11,7 +11,7 @@ import transformers
 from flax import nnx
 from safetensors.torch import load_file
 
-from jax_liger.models import loss_fn
+from jax_liger.models import CausalLM, loss_fn
 
 LENGTH = 128
 SMALL = dict(
@@ -201,9 +201,10 @@ def edit_config(folder: Path, **fields) -> None:
 
 
 def quick_jit(function, **options):
-    """jax.jit that compiles for few runs of small arrays."""
+    """jax.jit that compiles for few runs of small arrays, where the compiler can be asked to."""
     settings = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(function, compiler_options=settings, **options)
+    on_cpu = jax.default_backend() == "cpu"
+    return jax.jit(function, compiler_options=settings if on_cpu else None, **options)
 
 
 def relative(got, want) -> np.ndarray:
@@ -226,3 +227,10 @@ def assert_close(a, b, bound: float) -> None:
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert np.abs(x - y).max() <= bound * np.abs(y).max()
+
+
+def with_config(model: CausalLM, **settings) -> CausalLM:
+    """The model's weights in a model of another way to compute."""
+    config = dataclasses.replace(model.config, **settings)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graphdef, nnx.state(model))

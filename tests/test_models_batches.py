@@ -45,13 +45,12 @@ def packed(seed=5):
 def test_packed_documents_equal_separate_ones(loaded, name):
     theirs, model = loaded(name)
     ids, segments, documents = packed()
-    longest = max(LENGTHS)
-    run = quick_jit(lambda m, i, s: m(i, segment_ids=s, max_length=longest))
-    got = run(model, ids, segments)
+    model = model_cases.with_config(model, max_length=max(LENGTHS))
+    got = quick_jit(lambda m, i, s: m(i, segment_ids=s))(model, ids, segments)
     want = [model_cases.hf_logits(theirs, document) for document in documents]
     assert relative(got[:, : sum(LENGTHS)], np.concatenate(want, 1)).max() < 1e-5
     # Without the ids the documents see each other: the comparison would notice.
-    alone = quick_jit(lambda m, i: m(i, max_length=longest))(model, ids)
+    alone = quick_jit(lambda m, i: m(i))(model, ids)
     assert relative(alone[:, 50 : sum(LENGTHS)], np.concatenate(want, 1)[:, 50:]).max() > 1e-2
 
 
@@ -127,7 +126,8 @@ def test_a_partial_rotation_at_far_positions(loaded):
     theirs, model = loaded("phi3, longrope in half of a head")
     ids = model_cases.tokens(1, 16)
     positions = np.arange(16)[None] * 130  # 0 to 1950: with the frequencies for long texts
-    run = quick_jit(lambda m, i, p: m(i, positions=p, max_length=1951))
+    model = model_cases.with_config(model, max_length=1951)
+    run = quick_jit(lambda m, i, p: m(i, positions=p))
     want = model_cases.hf_logits(
         theirs, ids, position_ids=positions, attention_mask=np.ones_like(ids)
     )

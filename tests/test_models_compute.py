@@ -1,6 +1,5 @@
 """How models compute: the kernels, precision, rematerialisation, and in a training loop."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -17,7 +16,7 @@ from jax.ad_checkpoint import print_saved_residuals
 import model_cases
 from jax_liger import rope_angles
 from jax_liger.models import CausalLM, Config, attention, from_pretrained, generate, loss_fn
-from model_cases import CASES, assert_close, gradients, quick_jit
+from model_cases import CASES, assert_close, gradients, quick_jit, with_config
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +35,6 @@ def loaded(tmp_path_factory):
         return model_cases.checkpoint(CASES[name], folder), from_pretrained(folder)
 
     return make
-
-
-def with_config(model: CausalLM, **settings) -> CausalLM:
-    """The model's weights in a model of another way to compute."""
-    config = dataclasses.replace(model.config, **settings)
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0))))
-    return nnx.merge(graphdef, nnx.state(model))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
@@ -163,6 +155,12 @@ def test_nothing_is_64_bit_under_x64(loaded):
     assert {leaf.dtype.name for leaf in jax.tree.leaves((loss, grads))} == {"float32"}
     assert tokens.dtype == "int32"
     assert_close((loss, grads), want, 1e-5)
+
+
+def test_cudnn_has_no_capped_scores(loaded):
+    _, model = loaded("gemma2")
+    with pytest.raises(ValueError, match=r"attention='cudnn' has no softcap.*got softcap=2\.0"):
+        with_config(model, attention="cudnn")(model_cases.tokens(1, 4))
 
 
 def test_where_cudnn_is_asked_for(monkeypatch):

@@ -29,7 +29,14 @@ def attention(
 
     Returns:
         (B, T, N, H), in q's dtype.
+
+    Raises:
+        ValueError: where cuDNN is asked for by name and the scores are capped.
     """
+    if softcap is not None and backend == "cudnn":
+        raise ValueError(f"attention='cudnn' has no softcap for the scores; got softcap={softcap}")
+    if window is not None and window >= k.shape[1]:
+        window = None  # nothing is that far back
     if softcap is not None:
         return _capped(q, k, v, mask, is_causal, window, scale, softcap)
     return jax.nn.dot_product_attention(

@@ -47,11 +47,13 @@ def from_pretrained(
         rules: a function from a parameter's path, such as "model.layers.0.mlp.up_proj.kernel", and
             its shape to its PartitionSpec; None for a copy on every device of the mesh.
         ignore: fields of the config to pass over; see `Config.from_hf`.
-        settings: param_dtype, implementation, attention, remat, fused_projections; see `Config`.
+        settings: param_dtype, implementation, attention, remat, fused_projections, max_length;
+            see `Config`.
 
     Returns:
         A `CausalLM`. Every device reads its own part of a parameter from the files, and the host
-        holds one parameter at a time.
+        holds one such part at a time. Rows beyond the config's vocab_size, with which some
+        exporters pad the vocabulary, are left out.
 
     Raises:
         ValueError: where the checkpoint has not exactly the tensors and shapes of the config's
@@ -164,12 +166,19 @@ class _Assembled:
             size = view.shape[self.axis]
             begin, end = max(first, start), min(last, start + size)
             if begin < end:
-                inside = (*index[: self.axis], slice(begin - start, end - start))
-                out[(*before, slice(begin - first, end - first))] = view[
-                    (*inside, *index[self.axis + 1 :])
-                ]
+                inside = slice(begin - start, end - start)
+                _copy(
+                    view[(*index[: self.axis], inside, *index[self.axis + 1 :])],
+                    out[(*before, slice(begin - first, end - first))],
+                )
             start += size
         return out
+
+
+def _copy(source: np.ndarray, to: np.ndarray) -> None:
+    """In blocks of columns: a transposed tensor in one go would miss the cache at every number."""
+    for start in range(0, to.shape[-1], 64):
+        to[..., start : start + 64] = source[..., start : start + 64]
 
 
 def _check(

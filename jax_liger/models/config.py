@@ -42,8 +42,11 @@ class Config:
             attention's, so that only norms, rotations and activations are computed again.
         fused_projections: whether q, k, v and gate, up are one matrix product each, `qkv_proj` and
             `gate_up_proj`, whatever the checkpoint has.
+        max_length: of a document, for rotary embeddings that change with it (`longrope`,
+            `dynamic`); None for the length of the rows, or the size of the cache.
     """
 
+    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -76,6 +79,7 @@ class Config:
     attention: str | None = None
     remat: str = "none"
     fused_projections: bool = False
+    max_length: int | None = None
 
     def __post_init__(self):
         for name in ("dtype", "param_dtype"):  # also given as jnp.bfloat16 and the like
@@ -101,7 +105,7 @@ class Config:
     @property
     def family(self) -> Family:
         """What the family's code fixes."""
-        return FAMILIES[self.hf["model_type"]]
+        return FAMILIES[self.model_type]
 
     def frequencies(self, layer_type: str, seq_len: int | None) -> RopeFrequencies:
         """Of the layers of this type; seq_len is the largest position + 1, as in `longrope`."""
@@ -114,7 +118,8 @@ class Config:
         Args:
             config: what config.json holds, as a dict, or a config object of transformers.
             ignore: names of fields to pass over that would be refused.
-            settings: dtype, param_dtype, implementation, attention, remat, fused_projections.
+            settings: dtype, param_dtype, implementation, attention, remat, fused_projections,
+                max_length.
 
         Raises:
             ValueError: for a model_type that there is not; a field that is needed and absent; and
@@ -190,6 +195,7 @@ def _read(fields: _Fields, settings: dict[str, Any], hf_json: str) -> Config:
     scale = own("attention_multiplier", own("query_pre_attn_scalar", head_dim) ** -0.5)
     multiplier = width**0.5 if family.scaled_embedding else own("embedding_multiplier", 1.0)
     result = Config(
+        model_type=fields.hf["model_type"],
         vocab_size=need("vocab_size"),
         hidden_size=width,
         intermediate_size=need("intermediate_size"),

@@ -5,9 +5,10 @@ a `Block` is `Attention` and an `MLP` (or the experts of `moe.py`), each with it
 parameters bear the names that they have in Hugging Face's checkpoints, so that a checkpoint's key
 is a path into the model: `model.layers.0.self_attn.q_proj.kernel`.
 
-The layers are a list and not stacked for a scan. They differ within a model (windows, rotations,
-experts), each has a checkpoint's and an adapter's names, and their activations are not copied into
-and out of stacks. Each is traced anew, and XLA compiles each distinct kernel once.
+The layers are a list and not stacked for a scan: they differ within a model (windows, rotations,
+experts), each keeps a checkpoint's and an adapter's names, and what a layer saves for the backward
+is not copied into and out of stacks. The price is small: for a training step of 32 layers the CPU's
+compiler takes about twice the time that it takes for 4.
 
 Dims: B batch, T time, S slots of keys and values, D model, F feed-forward, N heads, K kv heads,
 H head size, R rotated features of a head, V vocab.
@@ -48,10 +49,8 @@ class Attention(nnx.Module):
         if config.family.qk_norm == "head":
             self.q_norm, self.k_norm = norm(config, H, rngs=rngs), norm(config, H, rngs=rngs)
         elif config.family.qk_norm == "width":
-            self.q_norm, self.k_norm = (
-                norm(config, N * H, rngs=rngs),
-                norm(config, K * H, rngs=rngs),
-            )
+            self.q_norm = norm(config, N * H, rngs=rngs)
+            self.k_norm = norm(config, K * H, rngs=rngs)
 
     def __call__(
         self,
@@ -199,7 +198,6 @@ class Model(nnx.Module):
         *,
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
-        max_length: int | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """The hidden state (B, T, D) and the cache; the arguments are those of CausalLM."""
@@ -210,7 +208,7 @@ class Model(nnx.Module):
             positions = cache.positions(T)
         elif positions is None:
             positions = positions_of(segment_ids, T)
-        seq_len = max_length or (T if cache is None else cache.size)
+        seq_len = config.max_length or (T if cache is None else cache.size)
 
         # What layers share is computed once for each kind of them.
         angles = {
@@ -264,7 +262,6 @@ class CausalLM(nnx.Module):
         *,
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
-        max_length: int | None = None,
         cache: Cache | None = None,
     ) -> Any:
         """Predicts the next token at every position.
@@ -276,8 +273,6 @@ class CausalLM(nnx.Module):
             segment_ids: (B, T), integers: which document a token belongs to, where several are
                 packed in a row; a token sees those of its own. 0 is padding. Documents lie in one
                 piece each, and two that touch have different numbers.
-            max_length: the length of the longest document, for rotary embeddings that change with
-                it (`longrope`, `dynamic`); None is T, or the size of the cache.
             cache: keys and values of what came before, of `Cache.empty`.
 
         Returns:
@@ -287,7 +282,6 @@ class CausalLM(nnx.Module):
             input_ids,
             positions=positions,
             segment_ids=segment_ids,
-            max_length=max_length,
             cache=cache,
         )
         logits = self.logits(hidden)

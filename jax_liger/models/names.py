@@ -79,7 +79,7 @@ def _key_of(path: str, config: Config) -> tuple[str, bool]:
         match = re.fullmatch(pattern, path)
         if match:
             key = match.expand(key)
-            names = EXPERTS.get(config.hf["model_type"], {})
+            names = EXPERTS.get(config.model_type, {})
             return (key.format(**names) if "{" in key else key), transposed
     raise ValueError(f"{path} is in no checkpoint")
 
