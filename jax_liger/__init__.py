@@ -6,6 +6,7 @@ from jax_liger.adapters import lora_linear as lora_linear
 from jax_liger.angles import RopeFrequencies as RopeFrequencies
 from jax_liger.angles import rope_angles as rope_angles
 from jax_liger.angles import rope_frequencies as rope_frequencies
+from jax_liger.attention import rms_norm_linear_rope as rms_norm_linear_rope
 from jax_liger.losses import cross_entropy as cross_entropy
 from jax_liger.losses import fused_linear_cross_entropy as fused_linear_cross_entropy
 from jax_liger.losses import per_token_logps as per_token_logps

@@ -12,6 +12,7 @@ from torch_liger.angles import rope_angles as rope_angles
 from torch_liger.angles import rope_frequencies as rope_frequencies
 from torch_liger.lora import fuse_lora as fuse_lora
 from torch_liger.lora import unfuse_lora as unfuse_lora
+from torch_liger.attention import rms_norm_linear_rope as rms_norm_linear_rope
 from torch_liger.losses import cross_entropy as cross_entropy
 from torch_liger.losses import fused_linear_cross_entropy as fused_linear_cross_entropy
 from torch_liger.losses import per_token_logps as per_token_logps

@@ -38,11 +38,17 @@ except ImportError as error:  # the backend is announced to go
 
 
 def choose(
-    implementation: str | None, op: str, *arrays: jax.Array | jax.ShapeDtypeStruct | None
+    implementation: str | None,
+    op: str,
+    *arrays: jax.Array | jax.ShapeDtypeStruct | None,
+    also: tuple[str, ...] = (),
 ) -> str:
-    """The implementation to run, "pallas" or "xla", for arrays as the caller asked."""
+    """The implementation to run, "pallas" or "xla", for arrays as the caller asked.
+
+    also: names of further ones made of kernels, which run where the kernel does.
+    """
     why_not, on_gpu = _why_not(arrays), _platform() == "gpu"
-    return choosing.choose(op, implementation, "pallas", "xla", why_not, on_gpu)
+    return choosing.choose(op, implementation, "pallas", "xla", why_not, on_gpu, also)
 
 
 def _why_not(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct | None]) -> str | None:
@@ -80,6 +86,23 @@ def multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", None) or 2
 
 
+def device_name() -> str:
+    """Of the GPU to compile for, as the tables of measurements call it; else "cpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.devices()[0] if device is None else device).device_kind
+
+
+def shared_memory() -> int:
+    """The bytes of it that one program may have on the GPU to compile for, as NVIDIA's programming
+    guide has them for the compute capability; in interpret mode the least of any GPU's.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:  # its capability is not known, its name is
+        return (227 if any(name in device.device_kind for name in ("H100", "H200")) else 99) * 1024
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}.get(capability, 99) * 1024
+
+
 def pallas_call(
     kernel: Callable[..., None],
     out_shape: Any,
@@ -88,12 +111,14 @@ def pallas_call(
     num_warps: int,
     interpret: bool,
     aliases: Mapping[int, int] | None = None,
+    num_stages: int = 1,
 ) -> Any:
     """Runs `kernel` on a one-dimensional grid; its refs are the whole arrays.
 
     None among `args` or in `out_shape` reaches the kernel as None. `aliases` has the inputs in
     whose memory an output is written, {input: output}, both counted without the Nones; XLA copies
-    such an input first where something else still needs it.
+    such an input first where something else still needs it. `num_stages` is how many steps of a
+    loop may have their loads under way.
     """
     axes = _varying_axes(args)
     if axes:
@@ -106,7 +131,7 @@ def pallas_call(
         kernel,
         out_shape=out_shape,
         grid=(programs,),
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         input_output_aliases=dict(aliases or {}),
     )(*args)

@@ -28,10 +28,19 @@ if INTERPRET and triton is not None:
     triton_interpreter.install()
 
 
-def choose(implementation: str | None, op: str, x: torch.Tensor, *others: Any) -> str:
-    """The implementation to run, "triton" or "eager", for tensors as the caller asked."""
+def choose(
+    implementation: str | None,
+    op: str,
+    x: torch.Tensor,
+    *others: Any,
+    also: tuple[str, ...] = (),
+) -> str:
+    """The implementation to run, "triton" or "eager", for tensors as the caller asked.
+
+    also: names of further ones made of kernels, which run where the kernel does.
+    """
     why_not = _why_not(x, *others)
-    return choosing.choose(op, implementation, "triton", "eager", why_not, x.is_cuda)
+    return choosing.choose(op, implementation, "triton", "eager", why_not, x.is_cuda, also)
 
 
 def _why_not(x: torch.Tensor, *others: torch.Tensor | None) -> str | None:
@@ -80,6 +89,18 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def shared_memory(device: torch.device) -> int:
+    """The bytes of it that one program may have; under the interpreter the least of any GPU's."""
+    if device.type != "cuda":
+        return 99 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def device_name(device: torch.device) -> str:
+    """As the tables of measurements call it; "cpu" under the interpreter."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
 class Launch:
     """A kernel and all it is called with but its tensors, to be called again and again.
 
@@ -91,6 +112,7 @@ class Launch:
     The kernel takes its pointers, then its scalars, then its constexprs, all in this order, on a
     one-dimensional grid, and runs on the device of its first tensor. `max_registers` is what the
     compiler may give a thread; torch.compile, which launches kernels itself, has no such option.
+    `num_stages` is how many steps of a loop may have their loads under way.
     """
 
     def __init__(
@@ -101,11 +123,14 @@ class Launch:
         constexprs: tuple[Any, ...],
         num_warps: int,
         max_registers: int | None = None,
+        num_stages: int | None = None,
     ):
         self.kernel = kernel
         self.programs = programs
         self.arguments = (*scalars, *constexprs)
-        self.num_warps = num_warps
+        self.everywhere = {"num_warps": num_warps}
+        if num_stages is not None:
+            self.everywhere["num_stages"] = num_stages
         self.options = {} if max_registers is None else {"maxnreg": max_registers}
         self.compiled: Any = None
         self.device = -1
@@ -137,12 +162,12 @@ class Launch:
     def _dispatch(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
         kernel = self.kernel[(self.programs,)]
         if INTERPRET or torch.compiler.is_compiling():
-            kernel(*tensors, *self.arguments, num_warps=self.num_warps)
+            kernel(*tensors, *self.arguments, **self.everywhere)
             return
         first = tensors[0]
         assert first is not None
         with torch.cuda.device(first.device):
-            compiled = kernel(*tensors, *self.arguments, num_warps=self.num_warps, **self.options)
+            compiled = kernel(*tensors, *self.arguments, **self.everywhere, **self.options)
         if _is_aligned([0 if tensor is None else tensor.data_ptr() for tensor in tensors]):
             self.compiled, self.device = compiled, first.device.index
 

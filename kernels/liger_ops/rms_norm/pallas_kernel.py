@@ -108,42 +108,86 @@ def _backward_kernel(
         store(dweight_ref, program, cols[0], value=dweight, mask=cols[0] < dim)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(
+def normed_rows(
     settings: Settings, x: jax.Array, residual: jax.Array | None, weight: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
+    """y and h on one device."""
     h_dtype = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
     y_dtype = h_dtype
     if weight is not None and settings.casting_mode != "gemma":
         y_dtype = jnp.promote_types(h_dtype, weight.dtype)
+    shape, dim = x.shape, x.shape[-1]
+    rows = jax.tree.map(lambda a: a.reshape(-1, dim), (x, residual))
+    num_rows = rows[0].shape[0]
+    y = jax.ShapeDtypeStruct((num_rows, dim), y_dtype)
+    h = None if residual is None else jax.ShapeDtypeStruct((num_rows, dim), h_dtype)
+    if x.size == 0:
+        outputs = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), (y, h))
+    else:
+        config = Config.for_shape(dim)
+        wide = dim > config.forward_block_d
+        outputs = backend_pallas.pallas_call(
+            functools.partial(
+                forward_wide_kernel if wide else _forward_kernel,
+                settings=settings,
+                config=config,
+            ),
+            (y, h),
+            *rows,
+            weight,
+            programs=num_rows if wide else pl.cdiv(num_rows, config.forward_rows),
+            num_warps=config.forward_warps,
+            interpret=settings.interpret,
+        )
+    return jax.tree.map(lambda a: a.reshape(shape), outputs)
 
-    def local(x, residual, weight):
-        shape, dim = x.shape, x.shape[-1]
-        rows = jax.tree.map(lambda a: a.reshape(-1, dim), (x, residual))
-        num_rows = rows[0].shape[0]
-        y = jax.ShapeDtypeStruct((num_rows, dim), y_dtype)
-        h = None if residual is None else jax.ShapeDtypeStruct((num_rows, dim), h_dtype)
-        if x.size == 0:
-            outputs = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), (y, h))
-        else:
-            config = Config.for_shape(dim)
-            wide = dim > config.forward_block_d
-            outputs = backend_pallas.pallas_call(
-                functools.partial(
-                    forward_wide_kernel if wide else _forward_kernel,
-                    settings=settings,
-                    config=config,
-                ),
-                (y, h),
-                *rows,
-                weight,
-                programs=num_rows if wide else pl.cdiv(num_rows, config.forward_rows),
-                num_warps=config.forward_warps,
-                interpret=settings.interpret,
-            )
-        return jax.tree.map(lambda a: a.reshape(shape), outputs)
 
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(
+    settings: Settings, x: jax.Array, residual: jax.Array | None, weight: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    local = functools.partial(normed_rows, settings)
     return backend_pallas.split_rows(local, x, residual, weight)
+
+
+def gradients_of_rows(
+    settings: Settings,
+    need: tuple[bool, bool],
+    h: jax.Array,
+    weight: jax.Array | None,
+    dy: jax.Array,
+    dh: jax.Array | None,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """dx (..., D) in h's dtype and dweight (D,) float32, on one device; None for what `need` does
+    not ask.
+    """
+    shape, dim = h.shape, h.shape[-1]
+    h, dy, dh = jax.tree.map(lambda a: a.reshape(-1, dim), (h, dy, dh))
+    dx = jax.ShapeDtypeStruct(h.shape, h.dtype) if need[0] else None
+    if h.size == 0:
+        dweight = jnp.zeros((dim,), jnp.float32) if need[1] else None
+        return None if dx is None else jnp.zeros(shape, dx.dtype), dweight
+    config = Config.for_shape(dim)
+    blocks = pl.cdiv(h.shape[0], config.backward_rows)
+    programs = min(blocks, config.backward_programs * backend_pallas.multiprocessors())
+    dweight = jax.ShapeDtypeStruct((programs, dim), jnp.float32) if need[1] else None
+    dx, dweight = backend_pallas.pallas_call(
+        functools.partial(
+            backward_two_pass_kernel if config.backward_two_pass else _backward_kernel,
+            settings=settings,
+            config=config,
+            programs=programs,
+        ),
+        (dx, dweight),
+        h,
+        weight,
+        dy,
+        dh,
+        programs=programs,
+        num_warps=config.backward_warps,
+        interpret=settings.interpret,
+    )
+    return None if dx is None else dx.reshape(shape), None if dweight is None else dweight.sum(0)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -156,40 +200,8 @@ def _backward(
     dy: jax.Array,
     dh: jax.Array | None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """dx (..., D) in h's dtype and dweight (D,) float32; None for what `need` does not ask."""
-
-    def local(h, weight, dy, dh):
-        shape, dim = h.shape, h.shape[-1]
-        h, dy, dh = jax.tree.map(lambda a: a.reshape(-1, dim), (h, dy, dh))
-        dx = jax.ShapeDtypeStruct(h.shape, h.dtype) if need[0] else None
-        if h.size == 0:
-            dweight = jnp.zeros((dim,), jnp.float32) if need[1] else None
-            return None if dx is None else jnp.zeros(shape, dx.dtype), dweight
-        config = Config.for_shape(dim)
-        blocks = pl.cdiv(h.shape[0], config.backward_rows)
-        programs = min(blocks, config.backward_programs * backend_pallas.multiprocessors())
-        dweight = jax.ShapeDtypeStruct((programs, dim), jnp.float32) if need[1] else None
-        dx, dweight = backend_pallas.pallas_call(
-            functools.partial(
-                backward_two_pass_kernel if config.backward_two_pass else _backward_kernel,
-                settings=settings,
-                config=config,
-                programs=programs,
-            ),
-            (dx, dweight),
-            h,
-            weight,
-            dy,
-            dh,
-            programs=programs,
-            num_warps=config.backward_warps,
-            interpret=settings.interpret,
-        )
-        return (
-            None if dx is None else dx.reshape(shape),
-            None if dweight is None else dweight.sum(0),
-        )
-
+    """What `gradients_of_rows` returns, summed over the devices' rows."""
+    local = functools.partial(gradients_of_rows, settings, need)
     return backend_pallas.split_rows(local, h, weight, dy, dh)
 
 

@@ -126,6 +126,13 @@ def _rotate_kernel(
         _store_columns(out_ref, where, size, head_dim - size, after)
 
 
+def turned_back(
+    layout: str, interpret: bool, dq: jax.Array, dk: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of q and k, from those of the results, on one device."""
+    return _run(_Settings(layout, interpret, backwards=True), dq, dk, cos, sin)
+
+
 def _run(settings: _Settings, q: Any, k: Any, cos: jax.Array, sin: jax.Array) -> Any:
     """On one device."""
     # What has no elements is not rotated.

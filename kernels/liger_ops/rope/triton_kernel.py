@@ -177,7 +177,7 @@ def _launch(q, k, cos, sin, q_out, k_out, layout: str, backwards: bool) -> backe
     config = Config.for_shape(batch * time, heads, kv_heads, head_dim)
     shares, block_n, block_k = config.deal(heads, kv_heads)
     strides = [
-        *(s for angle in (cos, sin) for s in _angle_strides(angle)),
+        *(s for angle in (cos, sin) for s in angle_strides(angle)),
         *(s for x in (q, k, q_out, k_out) for s in ((0, 0, 0) if x is None else x.stride()[:3])),
     ]
     return backend_triton.Launch(
@@ -190,14 +190,14 @@ def _launch(q, k, cos, sin, q_out, k_out, layout: str, backwards: bool) -> backe
     )  # fmt: skip
 
 
-def _angle_strides(angle: torch.Tensor) -> tuple[int, int]:
+def angle_strides(angle: torch.Tensor) -> tuple[int, int]:
     """Of the batch and of time."""
     if angle.dim() == 2 or angle.shape[0] == 1:
         return 0, angle.stride(-2)
     return angle.stride(0), angle.stride(1)
 
 
-def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
+def adjacent(x: torch.Tensor | None) -> torch.Tensor | None:
     """Of any strides but that features are adjacent."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
@@ -210,14 +210,18 @@ def _empty(like: torch.Tensor | None) -> torch.Tensor | None:
     return y if y.stride(-1) == 1 else torch.empty(like.shape, dtype=y.dtype, device=y.device)
 
 
-def _rotate(q, k, cos, sin, layout: str, backwards: bool) -> tuple[Any, Any]:
-    """q and k, not both None, in their own dtypes; None stays None."""
-    q, k, cos, sin = _rows(q), _rows(k), _rows(cos), _rows(sin)
-    q_out, k_out = _empty(q), _empty(k)
+def _rotate(q, k, cos, sin, layout: str, backwards: bool, into: Any = None) -> tuple[Any, Any]:
+    """q and k, not both None, in their own dtypes; None stays None.
+
+    into: the tensors to write, of adjacent features; new ones unless given.
+    """
+    q, k, cos, sin = adjacent(q), adjacent(k), adjacent(cos), adjacent(sin)
+    q_out, k_out = (_empty(q), _empty(k)) if into is None else into
     of = backend_triton.metadata
+    where = None if into is None else (of(q_out), of(k_out))
     launch = backend_triton.kept(
         _LAUNCHES,
-        lambda: (of(q), of(k), of(cos), of(sin), layout, backwards),
+        lambda: (of(q), of(k), of(cos), of(sin), layout, backwards, where),
         lambda: _launch(q, k, cos, sin, q_out, k_out, layout, backwards),
     )
     if launch.programs:

@@ -1,0 +1,170 @@
+"""The Triton kernels of rms_norm_linear_rope: one tile a program, or one program that walks over
+tiles. Both read x once, multiply it as it is, and gather its squares beside the product:
+
+    rotate(r (x (w + o)) W^T + b),    r = (sum of squares / D + eps)^(-1/2) of a row
+"""
+
+# tl.range, and names that exist on one side of a constexpr:
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+import triton
+import triton.language as tl
+
+from liger_ops.rms_norm_linear_rope.triton_tiles import columns_of, place_of, rotate_and_store
+
+
+@triton.jit
+def tile_kernel(
+    x_ptr,  # (M, D)
+    norm_ptr,  # (D,), or None where it is in the weight already, or there is none
+    weight_ptr,  # ((N + 2 K) H, D)
+    bias_ptr,  # ((N + 2 K) H,) or None
+    q_norm_ptr,  # (H,) or None
+    k_norm_ptr,  # (H,) or None
+    cos_ptr,  # (B, T, R)
+    sin_ptr,  # (B, T, R)
+    r_ptr,  # (M,) float32, or None where it is gathered here
+    q_ptr,  # (M, N, H)
+    k_ptr,  # (M, K, H)
+    v_ptr,  # (M, K, H)
+    num_rows,
+    T,
+    x_stride,
+    weight_stride,
+    cos_stride_b,  # 0 where rows of the batch share their angles
+    cos_stride_t,
+    sin_stride_b,
+    sin_stride_t,
+    eps,
+    offset,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row_block, column_block = _tile_of(tl.program_id(0), num_rows, BLOCK_ROWS, COLUMN_BLOCKS, GROUP)
+    part, head, share = place_of(column_block, N, K, HEADS, SHARES)
+    WHOLE: tl.constexpr = R == H and SHARES * HALF * 2 == H and SHARES == 1
+    column, there = columns_of(part, head, share, N, K, H, R, HEADS, HALF, WHOLE)
+    row = row_block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    # Rows and columns beyond the last read what is there, and are not written.
+    x_at = x_ptr + tl.minimum(row, num_rows - 1)[:, None] * x_stride
+    weight_at = weight_ptr + tl.where(there, column, 0).to(tl.int64)[None, :] * weight_stride
+    if r_ptr is not None:
+        r = tl.load(r_ptr + tl.minimum(row, num_rows - 1))
+
+    acc = tl.zeros((BLOCK_ROWS, 2 * HEADS * HALF), tl.float32)
+    squares = tl.zeros((BLOCK_ROWS,), tl.float32)
+    for start in tl.range(0, D, BLOCK_D):
+        k = start + tl.arange(0, BLOCK_D)
+        if D % BLOCK_D == 0:
+            x = tl.load(x_at + k[None, :])
+            weight = tl.load(weight_at + k[:, None])
+        else:
+            x = tl.load(x_at + k[None, :], mask=k[None, :] < D, other=0.0)
+            weight = tl.load(weight_at + k[:, None], mask=k[:, None] < D, other=0.0)
+        x32 = x.to(tl.float32)
+        if r_ptr is None:
+            squares += tl.sum(x32 * x32, 1)
+        else:  # where x itself, times a weight, may be too large or too small for the dtype
+            x32 = x32 * r[:, None]
+        if norm_ptr is not None:
+            x32 = x32 * (tl.load(norm_ptr + k, mask=k < D, other=0.0).to(tl.float32) + offset)
+        if norm_ptr is not None or r_ptr is not None or x.dtype != weight.dtype:
+            x = x32.to(weight.dtype)
+        acc = tl.dot(x, weight, acc, input_precision=PRECISION)
+
+    if r_ptr is None:
+        r = tl.rsqrt(squares / D + tl.cast(eps, tl.float32))
+        acc = acc * r[:, None]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    if not WHOLE:
+        acc = tl.where(there[None, :], acc, 0.0)  # for the sums of the heads' own norms
+    rotate_and_store(
+        acc, row, part, head, share, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+        num_rows, T, cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t, eps, offset,
+        N, K, H, R, HEADS, HALF,
+    )  # fmt: skip
+
+
+@triton.jit
+def persistent_kernel(
+    x_desc,  # (M, D), in blocks of (BLOCK_ROWS, BLOCK_D)
+    weight_desc,  # ((N + 2 K) H, D), of x's dtype, in blocks of (HEADS H, BLOCK_D)
+    bias_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    num_rows,
+    T,
+    cos_stride_b,
+    cos_stride_t,
+    sin_stride_b,
+    sin_stride_t,
+    eps,
+    offset,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As tile_kernel, of heads that are rotated whole and a weight that has the norm's in it."""
+    tiles = tl.cdiv(num_rows, BLOCK_ROWS) * COLUMN_BLOCKS
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        row_block, column_block = _tile_of(tile, num_rows, BLOCK_ROWS, COLUMN_BLOCKS, GROUP)
+        part, head, share = place_of(column_block, N, K, HEADS, 1)
+        column, there = columns_of(part, head, share, N, K, H, H, HEADS, H // 2, True)
+        first = (tl.where(part == 0, 0, tl.where(part == 1, N, N + K)) + head) * H
+        acc = tl.zeros((BLOCK_ROWS, HEADS * H), tl.float32)
+        squares = tl.zeros((BLOCK_ROWS,), tl.float32)
+        for start in tl.range(0, D, BLOCK_D):
+            x = x_desc.load([row_block * BLOCK_ROWS, start])
+            weight = weight_desc.load([first, start])
+            acc = tl.dot(x, weight.T, acc, input_precision=PRECISION)
+            x32 = x.to(tl.float32)
+            squares += tl.sum(x32 * x32, 1)
+        r = tl.rsqrt(squares / D + tl.cast(eps, tl.float32))
+        acc = acc * r[:, None]
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)[None, :]
+        row = row_block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        rotate_and_store(
+            acc, row, part, head, share, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr,
+            cos_ptr, sin_ptr, num_rows, T, cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t,
+            eps, offset, N, K, H, H, HEADS, H // 2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile_of(
+    tile,
+    num_rows,
+    BLOCK_ROWS: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Its row block and column block: GROUP row blocks of one column block follow one another."""
+    group = tile // (GROUP * COLUMN_BLOCKS)
+    size = tl.minimum(tl.cdiv(num_rows, BLOCK_ROWS) - group * GROUP, GROUP)
+    within = tile % (GROUP * COLUMN_BLOCKS)
+    return group * GROUP + within % size, within // size
