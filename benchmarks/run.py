@@ -19,7 +19,8 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 OPS = ("rms_norm", "layer_norm", "swiglu", "geglu", "rope", "cross_entropy")
-OWN = ("fused_linear_cross_entropy",)  # whose modules measure and plot themselves
+# Whose modules measure and plot themselves.
+OWN = ("fused_linear_cross_entropy", "rms_norm_linear_rope")
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -56,7 +57,7 @@ def main() -> None:
     module = importlib.import_module(args.op)
     if args.op in OWN:
         shapes = [tuple(map(int, shape.split("x"))) for shape in args.shape]
-        measured = module.measure(args.quick, shapes)
+        measured = module.measure(args.quick, shapes) if shapes else module.measure(args.quick)
     else:
         import measuring
 

@@ -42,7 +42,8 @@ def no_clock(monkeypatch):
         return 2.0
 
     def jax_microseconds(fn, inputs):
-        jax.block_until_ready([fn(*given) for given in inputs])
+        compiled = isinstance(fn, jax.stages.Compiled)
+        jax.block_until_ready(fn(inputs) if compiled else [fn(*given) for given in inputs])
         return 2.0
 
     def host_microseconds(functions):
@@ -184,6 +185,47 @@ def test_fused_linear_cross_entropy_checks_what_it_times(tmp_path):
         for i, name in enumerate(errors)
     ]
     head.plot({"rows": rows, "device": "none"}, tmp_path / "result.png")
+    assert (tmp_path / "result.png").stat().st_size > 5_000
+
+
+def test_rms_norm_linear_rope_tries_its_tiles_and_makes_its_table(tmp_path, monkeypatch):
+    fused = importlib.import_module("rms_norm_linear_rope")
+    heads, tiles = fused.Heads(2, 1, 16), fused.Config(16, 32, 16, 4, 2)
+    weighted = dataclasses.replace(tiles, scales="weight")
+    monkeypatch.setattr(fused, "DECODING", [tiles])
+    monkeypatch.setattr(fused, "MANY", [weighted, tiles])
+    monkeypatch.setattr(fused, "PERSISTENT", [dataclasses.replace(weighted, persistent=True)])
+    monkeypatch.setattr(fused.rule, "DECODED", 4)
+    rows = []
+    for first, then in ((2, 1), (9, 33)):
+        found = {}
+        for number in (first, then):
+            made = list(fused.one_size(number, 48, heads, found, DEVICE))
+            assert {(r["framework"], r["pass"]) for r in made if "config" in r} == {
+                (framework, which)
+                for framework in ("triton", "pallas")
+                for which in (("forward",) if number < 4 else ("forward", fused.BOTH))
+            }
+            names = {row["implementation"] for row in made if "config" not in row}
+            assert names == {"torch_liger (composed)", "eager", "torch.compile",
+                             "jax_liger (composed)", "XLA"}  # fmt: skip
+            rows += made
+    kept = {r["implementation"]: r["kept_mebibytes"] for r in rows
+            if r["rows"] == 33 and "kept_mebibytes" in r}  # fmt: skip
+    fewest = [value for name, value in kept.items() if "triton" in name]
+    assert fewest and all(value == 0.0 for value in fewest) and kept["torch_liger (composed)"] > 0
+
+    result = {"rows": rows, "device": "none", "command": "", "versions": {}}
+    table = fused.table_of(result)
+    assert len(table["entries"]) == 8
+    for entry in table["entries"]:
+        assert fused.Config(**entry["config"]) and entry["forward"] == 1.0
+        assert (fused.BOTH in entry) == (entry["rows"] > 4)
+    case = fused.case_of(9, 48, heads)
+    with pytest.raises(ArithmeticError, match="must be below"):
+        fused.check(case, "halved", (torch.ones(3),), (torch.full((3,), 2.0),))
+    pytest.importorskip("matplotlib")
+    fused.plot(result, tmp_path / "result.png")
     assert (tmp_path / "result.png").stat().st_size > 5_000
 
 

@@ -229,3 +229,42 @@ def test_the_text_tells_a_kernel_from_none():
     plain = functools.partial(jax_liger.rms_norm, implementation="xla")
     text = backend_pallas.lower_to_cuda(plain, *shapes((8, 64), dtype=jnp.float32))
     assert not backend_pallas.is_triton_call(text)
+
+
+@pytest.mark.parametrize("rows, dim, heads, kv_heads, size, rotary_dim", [
+    (8192, 4096, 32, 8, 128, 128), (16, 4096, 32, 8, 128, 128), (300, 2048, 32, 8, 64, 64),
+    (7, 100, 5, 1, 80, 32), (40, 64, 3, 3, 7, 6), (64, 64, 2, 1, 256, 256),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("out_axis, everything", [(0, False), (1, False), (0, True), (1, True)])
+def test_rms_norm_linear_rope(
+    rows, dim, heads, kv_heads, size, rotary_dim, dtype, out_axis, everything
+):
+    fused = functools.partial(
+        jax_liger.rms_norm_linear_rope, num_heads=heads, num_kv_heads=kv_heads, head_dim=size,
+        out_axis=out_axis, implementation="pallas",
+    )  # fmt: skip
+    columns = (heads + 2 * kv_heads) * size
+    args = shapes((1, rows, dim), (dim,), (columns, dim)[:: 1 - 2 * out_axis], dtype=dtype)
+    args += shapes((rows, rotary_dim), (rows, rotary_dim), dtype="float32")
+    if everything:
+        args += shapes((columns,), (size,), (size,), dtype="float32")
+    names = ("bias", "q_norm_weight", "k_norm_weight")
+
+    def call(*arrays):
+        return fused(*arrays[:5], **dict(zip(names, arrays[5:], strict=False)))
+
+    def total(*arrays):
+        return sum(jnp.sum(y).astype(jnp.float32) for y in call(*arrays))
+
+    differentiated = (0, 1, 2, *range(5, len(args)))
+    for fn in (call, jax.grad(total, differentiated), jax.grad(total, 0)):
+        text = backend_pallas.lower_to_cuda(fn, *args)
+        assert backend_pallas.is_triton_call(text)
+    if size == 128 and not everything:  # the weight is taken as it lies
+        assert "stablehlo.transpose" not in backend_pallas.lower_to_cuda(call, *args)
+    if rows == 7:
+        batched = shapes((3, 1, rows, dim), dtype=dtype)
+        axes = (0, *(None,) * (len(args) - 1))
+        text = backend_pallas.lower_to_cuda(jax.vmap(call, axes), *batched, *args[1:])
+        assert backend_pallas.is_triton_call(text)

@@ -49,8 +49,9 @@ def _rem(a: Array, b: int) -> Array:
     return jax.lax.rem(a, jnp.int32(b))
 
 
-def _pick(part: Array, of_q: Any, of_k: Any, of_v: Any) -> Array:
-    return jnp.where(part == 0, of_q, jnp.where(part == 1, of_k, of_v)).astype(jnp.int32)
+def _pick(part: Array, of_q: int, of_k: int, of_v: int) -> Array:
+    """One of three constants, by arithmetic: a choice between two would lower as one of bits."""
+    return of_q + jnp.minimum(part, 1) * (of_k - of_q) + _div(part, 2) * (of_v - of_k)
 
 
 def feature_of(second: Any, slot: Array, size: int, rotary: int) -> tuple[Array, Array]:

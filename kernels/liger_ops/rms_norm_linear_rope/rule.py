@@ -83,5 +83,10 @@ def _nearest(device: str, framework: str, dim: int, heads: Heads) -> list[dict[s
 @functools.cache
 def table(device: str) -> dict[str, Any]:
     """What was measured on a device; no entries for one that was not."""
-    path = TABLES / f"{re.sub('[^a-z0-9]+', '_', device.lower())}.json"
+    path = path_of(device)
     return json.loads(path.read_text()) if path.exists() else {"entries": []}
+
+
+def path_of(device: str) -> Path:
+    """Of its table."""
+    return TABLES / f"{re.sub('[^a-z0-9]+', '_', device.lower())}.json"
