@@ -124,9 +124,8 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     given = given._replace(cos=rope.adjacent(given.cos), sin=rope.adjacent(given.sin))
     x, weight = given.x, given.weight
-    precision = "tf32"
-    if weight.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        precision = "ieee"
+    exact = weight.dtype == torch.float32 and not backend_triton.allows_tf32()
+    precision = "ieee" if exact else "tf32"
     of = backend_triton.metadata
     aligned = given.x.data_ptr() % 16 if config is not None and config.persistent else 0
     plan = backend_triton.kept(
@@ -259,9 +258,12 @@ class _Fused(torch.autograd.Function):
 def _plain_gradients(given: Inputs, settings: Any, upstream: Any, again: bool) -> list[Any]:
     """By the plain version, of what asks for one; differentiable if `again`."""
     outputs = eager.rms_norm_linear_rope(*given, *settings)
-    upstream = [
-        torch.zeros_like(y) if dy is None else dy for y, dy in zip(outputs, upstream, strict=True)
+    used = [
+        (y, torch.zeros_like(y) if dy is None else dy)
+        for y, dy in zip(outputs, upstream, strict=True)
+        if y.requires_grad
     ]
+    outputs, upstream = zip(*used, strict=True)
     gradients = backend_triton.differentiable_gradients(outputs, given, upstream)
     return gradients if again else [g if g is None else g.detach() for g in gradients]
 
