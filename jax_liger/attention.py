@@ -83,7 +83,11 @@ def rms_norm_linear_rope(
     heads, norm = Heads(num_heads, num_kv_heads, head_dim), Norm(eps, offset, casting_mode)
     others = (norm_weight, qkv_weight, cos, sin, bias, q_norm_weight, k_norm_weight)
     check_arguments(
-        described(x), *map(described, others), heads, norm, out_axis  # type: ignore[arg-type]
+        described(x),
+        *map(described, others),
+        heads,
+        norm,
+        out_axis,  # type: ignore[arg-type]
     )
     chosen = backend_pallas.choose(
         implementation, "rms_norm_linear_rope", x, *others, also=("composed",)

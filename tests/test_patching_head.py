@@ -43,7 +43,7 @@ def replaced(model):
 CHANGES = {
     "lm_head is a Doubled": doubled,
     "lm_head has hooks": lambda m: m.lm_head.register_forward_hook(lambda _, args, y: 2 * y),
-    "lm_head's forward was replaced": replaced,
+    "lm_head has a forward that was replaced": replaced,
 }
 
 

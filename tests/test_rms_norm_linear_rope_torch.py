@@ -260,6 +260,7 @@ def test_the_rule_decides_where_nothing_is_asked_for(monkeypatch):
 
 def test_lora_adapters_train_through_it():
     """Their product added to the frozen weight, as peft merges it: the adapters get gradients."""
+
     def run(fn):
         given = draw(("x",))
         a, b = randn(4, D, seed=20).requires_grad_(), randn(COLUMNS, 4, seed=21).requires_grad_()

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from torch_liger.activations import gated_linear as gated_linear
 from torch_liger.activations import geglu as geglu
 from torch_liger.activations import swiglu as swiglu
 from torch_liger.adapters import LoraProjection as LoraProjection
@@ -10,9 +11,9 @@ from torch_liger.adapters import lora_linears as lora_linears
 from torch_liger.angles import RopeFrequencies as RopeFrequencies
 from torch_liger.angles import rope_angles as rope_angles
 from torch_liger.angles import rope_frequencies as rope_frequencies
+from torch_liger.attention import rms_norm_linear_rope as rms_norm_linear_rope
 from torch_liger.lora import fuse_lora as fuse_lora
 from torch_liger.lora import unfuse_lora as unfuse_lora
-from torch_liger.attention import rms_norm_linear_rope as rms_norm_linear_rope
 from torch_liger.losses import cross_entropy as cross_entropy
 from torch_liger.losses import fused_linear_cross_entropy as fused_linear_cross_entropy
 from torch_liger.losses import per_token_logps as per_token_logps

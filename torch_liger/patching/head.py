@@ -20,13 +20,9 @@ def why_not(model: Any) -> str | None:
     if wrapper is not head and hooked(head):
         return "lm_head has hooks"
     head = wrapper
-    if not isinstance(head, torch.nn.Linear) or type(head).forward is not torch.nn.Linear.forward:
-        return f"lm_head is a {type(head).__name__}"
-    if hooked(head):
-        return "lm_head has hooks"
-    own = head.__dict__.get(slot_of(head, "forward"))
-    if own is not None and getattr(own, "__func__", None) is not torch.nn.Linear.forward:
-        return "lm_head's forward was replaced"
+    reason = why_not_linear(head)
+    if reason is not None:
+        return f"lm_head {reason}"
     weight = head.weight
     if weight.device.type == "meta":
         return "lm_head is offloaded"
@@ -34,6 +30,19 @@ def why_not(model: Any) -> str | None:
         return f"lm_head's weight is {weight.dtype}"
     if not _is_dtensor(weight) and type(weight.data) is not torch.Tensor:
         return f"lm_head's weight is a {type(weight.data).__name__}"
+    return None
+
+
+def why_not_linear(module: Any) -> str | None:
+    """Why a call of the module is not a linear layer of its weight and bias and no more."""
+    linear = torch.nn.Linear.forward
+    if not isinstance(module, torch.nn.Linear) or type(module).forward is not linear:
+        return f"is a {type(module).__name__}"
+    if hooked(module):
+        return "has hooks"
+    own = module.__dict__.get(slot_of(module, "forward"))
+    if own is not None and getattr(own, "__func__", None) is not linear:
+        return "has a forward that was replaced"
     return None
 
 
@@ -81,4 +90,5 @@ def _saved(head: Any) -> Any:
 
 def hooked(module: torch.nn.Module) -> bool:
     """Whether a call of the module does more than its forward."""
-    return any(getattr(module, name) for name in _HOOKS)
+    everywhere = torch.nn.modules.module._has_any_global_hook()
+    return everywhere or any(getattr(module, name) for name in _HOOKS)

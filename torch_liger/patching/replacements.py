@@ -10,7 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from liger_ops.swiglu.check import activation_of
 from torch_liger import activations, norms
+from torch_liger.lora import project
+from torch_liger.patching import head
 from torch_liger.patching.patched import Replacement
 
 # The activation modules of transformers and PyTorch that `swiglu` and `geglu` compute.
@@ -108,7 +111,9 @@ class CohereLayerNorm(Replacement):
 
 @dataclass(frozen=True)
 class GatedMLP(Replacement):
-    """down_proj(act(gate_proj(x)) * up_proj(x)). The projections are called, whatever they are.
+    """down_proj(act(gate_proj(x)) * up_proj(x)). The projections are called, whatever they are; a
+    down_proj that is nothing but its weights goes into one function with the activation, whose
+    result is then not kept for the backward.
 
     Args:
         approximate: None for SiLU, else that of `torch_liger.geglu`.
@@ -124,9 +129,16 @@ class GatedMLP(Replacement):
 
     def make(self) -> Callable[..., Any]:
         gated, projections = _gated(self.approximate), self.projections
+        activation = "silu" if self.approximate is None else activation_of(self.approximate)
 
         def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-            return module.down_proj(gated(*[getattr(module, name)(x) for name in projections]))
+            projected = project(x, *(getattr(module, name) for name in projections))
+            down = module.down_proj
+            if len(projected) == 2 and _is_all(down):
+                return activations.gated_linear(
+                    *projected, down.weight, down.bias, activation=activation
+                )
+            return down(gated(*projected))
 
         return forward
 
@@ -167,6 +179,15 @@ class Llama4Experts(ExpertsGate):
             return y.view(-1, module.hidden_size)
 
         return forward
+
+
+def _is_all(linear: Any) -> bool:
+    """Whether a module is its weight and bias, so that it need not be called. The compiler decides
+    by itself what it keeps, and DTensors know their own products.
+    """
+    if torch.compiler.is_compiling() or head.why_not_linear(linear) is not None:
+        return False
+    return type(linear.weight.data) is torch.Tensor
 
 
 def _gated(approximate: str | None) -> Callable[..., torch.Tensor]:

@@ -110,8 +110,7 @@ def _backward(settings: Settings, need: tuple[bool, ...], given: Inputs, upstrea
     local = functools.partial(_gradients, settings, need)
     gradients = _split(local, settings, given, *upstream, results=f"b t d, d, {weight}, o, h, h")
     return tuple(
-        None if g is None else g.astype(a.dtype)
-        for g, a in zip(gradients, given[:6], strict=True)
+        None if g is None else g.astype(a.dtype) for g, a in zip(gradients, given[:6], strict=True)
     )
 
 
