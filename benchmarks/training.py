@@ -126,7 +126,7 @@ def lora_torch(only: list[str] | None) -> Iterator[Row]:
     candidates: dict[str, tuple[Any, Any]] = {
         "eager": (None, None),
         "torch_liger": (ours, torch_liger.fuse_lora),
-        "torch_liger, PEFT's LoRA": (ours, None),
+        "torch_liger + PEFT LoRA": (ours, None),
         "liger-kernel": (liger, None),
     }
     for name, (patch, fuse) in candidates.items():
@@ -162,9 +162,9 @@ def full_jax(only: list[str] | None) -> Iterator[Row]:
     base = Config.from_hf(hf)
     candidates = {
         "jax_liger": {"implementation": "pallas"},
-        "jax_liger, remat cheap": {"implementation": "pallas", "remat": "cheap"},
+        "jax_liger + remat": {"implementation": "pallas", "remat": "cheap"},
         "XLA": {"implementation": "xla"},
-        "XLA, remat cheap": {"implementation": "xla", "remat": "cheap"},
+        "XLA + remat": {"implementation": "xla", "remat": "cheap"},
     }
     for name, settings in candidates.items():
         if only and name not in only:
