@@ -83,11 +83,10 @@ def rms_norm_linear_rope(
     heads, norm = Heads(num_heads, num_kv_heads, head_dim), Norm(eps, offset, casting_mode)
     others = (norm_weight, qkv_weight, cos, sin, bias, q_norm_weight, k_norm_weight)
     check_arguments(
-        described(x),
-        *map(described, others),
-        heads,
-        norm,
-        out_axis,  # type: ignore[arg-type]
+        *map(described, (x, *others)),  # type: ignore[arg-type]
+        heads=heads,
+        norm=norm,
+        out_axis=out_axis,
     )
     chosen = backend_pallas.choose(
         implementation, "rms_norm_linear_rope", x, *others, also=("composed",)

@@ -265,6 +265,40 @@ def rope_with_split_batch_time_or_heads():
                     assert a.sharding.is_equivalent_to(x.sharding, 4), (a.sharding, x.sharding)
 
 
+def rms_norm_linear_rope_with_split_batch_or_time():
+    """No gather of x or of the results; the weights' gradients are summed over the devices."""
+    x = jax.random.normal(jax.random.key(0), (8, 8, 24))
+    weight, norm = jax.random.normal(jax.random.key(1), (56, 24)), jnp.linspace(0.5, 1.5, 24)
+    bias, own = jnp.linspace(-1, 1, 56), jnp.linspace(0.5, 1.5, 8)
+    angles = jax.random.normal(jax.random.key(2), (2, 8, 8, 6))
+
+    def total(implementation, x, norm, weight, bias, own, cos, sin):
+        outputs = jax_liger.rms_norm_linear_rope(
+            x, norm, weight, cos, sin, bias=bias, q_norm_weight=own, k_norm_weight=own,
+            num_heads=3, num_kv_heads=2, head_dim=8, implementation=implementation,
+        )  # fmt: skip
+        return sum(jnp.sum(jnp.sin(y)) for y in outputs)
+
+    gradient = lambda name: jax.value_and_grad(functools.partial(total, name), range(5))  # noqa: E731
+    batch, time = P("data"), P(None, "data")
+    for spec, angle, of_angle in ((batch, angles[:, 0], P()), (time, angles, time)):
+        arrays = (x, norm, weight, bias, own, *angle)
+        expected = gradient("xla")(*arrays)
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            on = mesh(kind)
+            specs = (spec, P(), P(), P(), P(), of_angle, of_angle)
+            placed = [
+                jax.device_put(a, NamedSharding(on, s)) for a, s in zip(arrays, specs, strict=True)
+            ]
+            with jax.set_mesh(on):
+                compiled = jax.jit(gradient("pallas")).lower(*placed).compile()
+                assert "all-gather" not in compiled.as_text()
+                actual = compiled(*placed)
+            for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+                np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=1e-4, atol=1e-4)
+            assert actual[1][0].sharding.is_equivalent_to(placed[0].sharding, 3)
+
+
 def two_dimensions_of_one_array_on_one_axis():
     """q says to split the batch over the axis, k to split time: one of them has to give way."""
     q, k = (jax.random.normal(jax.random.key(i), (8, 8, 2, 16)) for i in range(2))
@@ -285,6 +319,7 @@ CHECKS = {
     "cross_entropy_with_sharded_rows": cross_entropy_with_sharded_rows,
     "fused_linear_cross_entropy_with_sharded_rows": fused_linear_cross_entropy_with_sharded_rows,
     "layer_norm_with_sharded_rows": layer_norm_with_sharded_rows,
+    "rms_norm_linear_rope_with_split_batch_or_time": rms_norm_linear_rope_with_split_batch_or_time,
     "rope_with_split_batch_time_or_heads": rope_with_split_batch_time_or_heads,
     "two_dimensions_of_one_array_on_one_axis": two_dimensions_of_one_array_on_one_axis,
     "swiglu_with_split_features": swiglu_with_split_features,

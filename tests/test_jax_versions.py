@@ -101,6 +101,27 @@ def test_layer_norm_forward_and_backward():
     assert_kernel_equals_plain(loss, x, weight, bias)
 
 
+def test_rms_norm_linear_rope_forward_and_backward():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 24))
+    norm, weight = jnp.linspace(0.5, 1.5, 24), jax.random.normal(jax.random.key(1), (56, 24)) / 5
+    own, bias = jnp.linspace(0.5, 1.5, 8), jnp.linspace(-1, 1, 56)
+    cos, sin = jax.random.normal(jax.random.key(2), (2, 5, 6))
+
+    def loss(implementation, *inputs):
+        x, norm, weight, bias, own = inputs
+        settings = {"num_heads": 3, "num_kv_heads": 2, "head_dim": 8}
+        q, k, v = jax_liger.rms_norm_linear_rope(
+            x, norm, weight, cos, sin, bias=bias, q_norm_weight=own, k_norm_weight=own,
+            implementation=implementation, **settings,
+        )  # fmt: skip
+        lying = jax_liger.rms_norm_linear_rope(
+            x, norm, weight.T, cos, sin, out_axis=1, implementation=implementation, **settings
+        )
+        return sum(jnp.sum(jnp.sin(y)) for y in (q, k, v, *lying))
+
+    assert_kernel_equals_plain(loss, x, norm, weight, bias, own)
+
+
 def assert_kernel_equals_plain(loss, *inputs):
     argnums = tuple(range(len(inputs)))
     kernel, plain = (

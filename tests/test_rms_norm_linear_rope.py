@@ -1,4 +1,4 @@
-"""rms_norm_linear_rope: every implementation against the oracle, Hugging Face's layers, the rule."""
+"""rms_norm_linear_rope: all implementations against the oracle, Hugging Face's layers, the rule."""
 
 import dataclasses
 import functools
@@ -233,12 +233,16 @@ def test_values_known_by_hand(implementation):
     settings = {"num_heads": 2, "num_kv_heads": 1, "head_dim": size, "eps": 0.0}
     if implementation == "triton":
         tensors = [to_torch(a, DEVICE) for a in (x, w, weight, cos, sin)]
-        q, k, v = (from_torch(t) for t in torch_liger.rms_norm_linear_rope(
-            *tensors, bias=to_torch(bias, DEVICE), implementation="triton", **settings))  # fmt: skip
+        results = torch_liger.rms_norm_linear_rope(
+            *tensors, bias=to_torch(bias, DEVICE), implementation="triton", **settings
+        )
+        q, k, v = map(from_torch, results)
     else:
-        q, k, v = map(np.asarray, jax_liger.rms_norm_linear_rope(
-            *map(jnp.asarray, (x, w, weight, cos, sin)), bias=jnp.asarray(bias),
-            implementation="pallas", **settings))  # fmt: skip
+        arrays = map(jnp.asarray, (x, w, weight, cos, sin))
+        results = jax_liger.rms_norm_linear_rope(
+            *arrays, bias=jnp.asarray(bias), implementation="pallas", **settings
+        )
+        q, k, v = map(np.asarray, results)
     heads = w.reshape(3, size)
     turned = np.concatenate([-heads[:, 4:], heads[:, :4]], axis=1)
     for time, expected in ((0, heads), (1, turned)):

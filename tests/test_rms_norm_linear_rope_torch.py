@@ -111,10 +111,11 @@ def test_gradients_where_asked_and_no_work_elsewhere(needs, head_norms, monkeypa
         return
     normed, backwards = [], []
     forward, backward = rms_norm_kernel._forward, rms_norm_kernel._backward
-    monkeypatch.setattr(rms_norm_kernel, "_forward",
-                        lambda *a: normed.append(1) or forward(*a))  # fmt: skip
-    monkeypatch.setattr(rms_norm_kernel, "_backward",
-                        lambda x, *a: backwards.append((x.shape, a[-2:])) or backward(x, *a))  # fmt: skip
+    monkeypatch.setattr(rms_norm_kernel, "_forward", lambda *a: normed.append(1) or forward(*a))
+    monkeypatch.setattr(
+        rms_norm_kernel, "_backward",
+        lambda x, *a: backwards.append((x.shape, a[-2:])) or backward(x, *a),
+    )  # fmt: skip
     results = [gradients(fn, draw(needs, head_norms)) for fn in (fused, eager)]
     for name, gradient in results[0].items():
         assert (gradient is not None) == (name in needs)
@@ -222,8 +223,10 @@ def test_autocast(dtype):
 def test_the_precision_of_float32_is_that_of_the_library(monkeypatch):
     seen = []
     launch = backend_triton.Launch.__init__
-    monkeypatch.setattr(backend_triton.Launch, "__init__",
-                        lambda self, *a, **k: seen.append(a[3][-1]) or launch(self, *a, **k))  # fmt: skip
+    monkeypatch.setattr(
+        backend_triton.Launch, "__init__",
+        lambda self, *a, **k: seen.append(a[3][-1]) or launch(self, *a, **k),
+    )  # fmt: skip
     before = torch.get_float32_matmul_precision()
     given = draw((), time=T + 1)
     try:

@@ -22,6 +22,8 @@ from liger_ops.lora_linear import triton_dropout
 from liger_ops.lora_linear.cases import Config as DropoutConfig
 from liger_ops.rms_norm import triton_kernel, triton_wide
 from liger_ops.rms_norm.cases import Config
+from liger_ops.rms_norm_linear_rope import triton_product
+from liger_ops.rms_norm_linear_rope.cases import Config as ProductConfig
 from liger_ops.rope import triton_kernel as rope_kernel
 from liger_ops.rope.cases import Config as RopeConfig
 from liger_ops.rope.cases import power_of_two
@@ -200,12 +202,48 @@ def dropout(
     compile_kernel(triton_dropout._dropout_kernel, arguments, config.num_warps)
 
 
+def rms_norm_linear_rope(
+    rows: int, head_dim: int, rotary_dim: int, dtype: str, norm: bool, everything: bool,
+    scalar: str = "fp32",
+) -> None:  # fmt: skip
+    heads, kv_heads, pointer = 32, 8, TYPES[dtype]
+    itemsize = 4 if dtype == "float32" else 2
+    config = ProductConfig.for_shape(rows, head_dim, everything, itemsize, 99 * 1024)
+    of_tile, half, shares = config.tile(head_dim)
+    extra, names = pointer if everything else None, triton_product.tile_kernel.arg_names
+    arguments = {
+        **{name: "i32" for name in names if "stride" in name}, "num_rows": "i32", "T": "i32",
+        **{name: pointer for name in ("x_ptr", "weight_ptr", "q_ptr", "k_ptr", "v_ptr")},
+        **{name: extra for name in ("bias_ptr", "q_norm_ptr", "k_norm_ptr")},
+        "norm_ptr": pointer if norm else None, "cos_ptr": "*fp32", "sin_ptr": "*fp32",
+        "r_ptr": "*fp32" if norm and dtype == "float16" else None, "eps": scalar, "offset": scalar,
+        "D": 4096 if norm else 1000, "N": heads, "K": kv_heads, "H": head_dim, "R": rotary_dim,
+        "BLOCK_ROWS": config.block_rows, "HEADS": of_tile, "HALF": half, "SHARES": shares,
+        "BLOCK_D": config.block_dim, "GROUP": config.group, "PRECISION": "ieee",
+        "COLUMN_BLOCKS": config.column_blocks(heads, kv_heads, head_dim),
+    }  # fmt: skip
+    options = {"num_stages": config.num_stages}
+    compile_kernel(triton_product.tile_kernel, arguments, config.num_warps, **options)
+    if rotary_dim != head_dim or norm or TARGET.arch < 90:
+        return
+    of_type = pointer.removeprefix("*")
+    arguments["x_desc"] = f"tensordesc<{of_type}[{config.block_rows},{config.block_dim}]>"
+    arguments["weight_desc"] = f"tensordesc<{of_type}[{of_tile * head_dim},{config.block_dim}]>"
+    compile_kernel(triton_product.persistent_kernel, arguments, config.num_warps, **options)
+
+
 if __name__ == "__main__":
     for source, target in itertools.product(TYPES, TYPES):
         dropout(4096, source, target, add=False)
         dropout(81, target, source, add=True)
     dropout(14336, "bfloat16", "bfloat16", add=True, scale="fp64")
     dropout(14336, "bfloat16", "bfloat16", add=False, stream=1)  # as Triton specialises a 1
+    for rows, dtype in itertools.product((1, 64, 8192), TYPES):
+        rms_norm_linear_rope(rows, 128, 128, dtype, norm=True, everything=False)
+    for dtype in TYPES:
+        rms_norm_linear_rope(8192, 64, 64, dtype, norm=False, everything=True)
+    rms_norm_linear_rope(8192, 128, 32, "bfloat16", norm=True, everything=True)
+    rms_norm_linear_rope(16, 80, 80, "bfloat16", norm=True, everything=True, scalar="fp64")
     for classes, dtype, everything in itertools.product((1000, 128256), TYPES, (False, True)):
         cross_entropy(classes, dtype, everything)
     # Float arguments as torch.compile hands them on, here and below.

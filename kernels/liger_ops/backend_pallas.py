@@ -99,7 +99,7 @@ def shared_memory() -> int:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:  # its capability is not known, its name is
         return (227 if any(name in device.device_kind for name in ("H100", "H200")) else 99) * 1024
-    capability = getattr(jax.devices()[0], "compute_capability", None)
+    capability = str(getattr(jax.devices()[0], "compute_capability", None))
     return {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}.get(capability, 99) * 1024
 
 

@@ -104,7 +104,7 @@ def device_name(device: torch.device) -> str:
 def allows_tf32() -> bool:
     """Whether products of float32 may be of TF32, as the library's are."""
     try:
-        return torch.backends.cuda.matmul.allow_tf32
+        return bool(torch.backends.cuda.matmul.allow_tf32)
     except RuntimeError:  # it was set by the name that torch 2.9 gave it, and has no old one now
         return torch.backends.cuda.matmul.fp32_precision == "tf32"
 

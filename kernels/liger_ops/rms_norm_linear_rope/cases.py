@@ -1,6 +1,7 @@
 """Named inputs for tests and benchmarks, and the kernels' tile choices."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -161,7 +162,7 @@ class Case:
         }
 
 
-ALL = {"bias_dtype": "float32", "head_norm_dtype": "float32"}
+ALL: dict[str, Any] = {"bias_dtype": "float32", "head_norm_dtype": "float32"}
 _HALF = ("bfloat16", "float16")
 
 

@@ -1,4 +1,4 @@
-"""What rms_norm_linear_rope accepts, said once for both frameworks, and what it is told in numbers."""
+"""What rms_norm_linear_rope accepts, said once for both frameworks, and its numbers' names."""
 
 from typing import NamedTuple
 

@@ -1,6 +1,6 @@
-"""The norm, the projection and the rotation in plain PyTorch: the CPU path, the base, the yardstick.
-
-Also the composition of the project's kernels, where those are given in place of the plain ones.
+"""The norm, the projection and the rotation in plain PyTorch: the CPU path, the base, the
+yardstick. Also the composition of the project's kernels, where those are given in place of the
+plain ones.
 """
 
 from collections.abc import Callable

@@ -30,8 +30,8 @@ heads' norms makes of them:
     dW = du^T y    db = sum of du over rows    dy = du W        y = (w + o) r x
     dx and dw from dy by the norm's backward
 
-so y, which is cheap to compute again, is all that is missing, and x all that is kept of a row. Norms
-of heads need u, for which q's and k's part of the product is computed again.
+so y, which is cheap to compute again, is all that is missing, and x all that is kept of a row.
+Norms of heads need u, for which q's and k's part of the product is computed again.
 
 Source: Zhang and Sennrich (2019), arXiv:1910.07467; Su et al. (2021), arXiv:2104.09864.
 """

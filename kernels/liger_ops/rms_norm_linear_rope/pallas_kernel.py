@@ -122,7 +122,7 @@ def _gradients(settings: Settings, need: tuple[bool, ...], *arrays: Any) -> tupl
     norm = NormSettings(*settings.norm, settings.interpret)
     summed = weight.dtype if jax.device_count() == 1 else jnp.float32
     own = (given.q_norm_weight, given.k_norm_weight)
-    y = None
+    y: Any = None
     if need_weight or any(w is not None for w in own):
         y = rms_norm.normed_rows(norm, x, None, given.norm_weight)[0].astype(weight.dtype)
 
@@ -174,7 +174,8 @@ def _backward_jvp(settings, need, primals, tangents):
 
 def _plain_vjp(settings: Settings, given: Inputs) -> Any:
     def plain(*given):
-        return xla.rms_norm_linear_rope(*given, settings.heads, settings.norm, settings.out_axis)
+        arguments: Any = (*given, settings.heads, settings.norm, settings.out_axis)
+        return xla.rms_norm_linear_rope(*arguments)
 
     return jax.vjp(plain, *given)[1]
 
@@ -191,11 +192,11 @@ def _fused_fwd(settings, *primals):
     return _fused(settings, *given), (need, given)
 
 
-def _fused_bwd(settings, saved, cotangents):
+def _fused_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
     need, given = from_structure(saved[0]), Inputs(*saved[1])
     if all(isinstance(ct, SymbolicZero) for ct in cotangents):
         return (None,) * 8
-    upstream = tuple(
+    upstream: Any = tuple(
         jnp.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct for ct in cotangents
     )
     gradients = (None,) * 6
@@ -225,6 +226,5 @@ def composed(
     *given: Any, heads: Heads, norm: Norm, out_axis: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The kernel of the norm, XLA's product, and the kernel of the rotation."""
-    return xla.rms_norm_linear_rope(
-        *given, heads, norm, out_axis, normed=rms_norm.rms_norm, rotated=rope.rope
-    )
+    arguments: Any = (*given, heads, norm, out_axis)
+    return xla.rms_norm_linear_rope(*arguments, normed=rms_norm.rms_norm, rotated=rope.rope)

@@ -62,8 +62,8 @@ def feature_of(second: Any, slot: Array, size: int, rotary: int) -> tuple[Array,
     pairs, rest = rotary // 2, (size - rotary + 1) // 2
     if rest == 0:
         return slot + second * pairs, slot < pairs
-    turning = slot < pairs
-    feature = slot + jnp.where(turning, second * pairs, pairs + second * rest).astype(jnp.int32)
+    turning, second = slot < pairs, jnp.int32(second) if isinstance(second, int) else second
+    feature = slot + jnp.where(turning, second * pairs, pairs + second * rest)
     return feature, turning | ((slot < pairs + rest) & (feature < size))
 
 

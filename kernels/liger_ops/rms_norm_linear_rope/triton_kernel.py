@@ -8,7 +8,6 @@ the library's.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_ops import backend_triton
@@ -24,14 +23,14 @@ from liger_ops.rope import triton_kernel as rope
 class Inputs(NamedTuple):
     """x (B, T, D), weight ((N + 2 K) H, D) of the product's dtype, and the others of `eager`."""
 
-    x: torch.Tensor
-    norm_weight: torch.Tensor | None
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    q_norm_weight: torch.Tensor | None
-    k_norm_weight: torch.Tensor | None
-    cos: torch.Tensor
-    sin: torch.Tensor
+    x: Any
+    norm_weight: Any
+    weight: Any
+    bias: Any
+    q_norm_weight: Any
+    k_norm_weight: Any
+    cos: Any
+    sin: Any
 
 
 class _Persistent(NamedTuple):
@@ -52,7 +51,8 @@ class _Persistent(NamedTuple):
         with torch.cuda.device(x.device if x.is_cuda else -1):
             persistent_kernel[(self.programs,)](
                 *descriptors, bias, q_norm, k_norm, cos, sin, q, k, v, *self.arguments,
-                num_warps=self.config.num_warps, num_stages=self.config.num_stages,
+                num_warps=self.config.num_warps,  # type: ignore[call-arg]
+                num_stages=self.config.num_stages,  # type: ignore[call-arg]
             )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def _backward(
     """The gradients of what `needs` says, but for those of the angles."""
     x, weight = given.x, given.weight
     num_rows, dim = x.shape[0] * x.shape[1], x.shape[2]
-    y = None
+    y: Any = None
     if needs.weight or given.q_norm_weight is not None or given.k_norm_weight is not None:
         y = rms_norm.rms_norm(x, given.norm_weight, *norm).to(weight.dtype).view(num_rows, dim)
 
@@ -179,7 +179,7 @@ def _backward(
     if upstream[2] is not None:
         parts[2].copy_(upstream[2])
     own = (given.q_norm_weight, given.k_norm_weight)
-    # Turned back into its part of du, or, where there is a norm before that, into memory of its own.
+    # Turned back into their parts of du or, where a norm comes before that, into new memory.
     turned = [
         dy if dy is None else part if weight is None else torch.empty_like(part).contiguous()
         for part, dy, weight in zip(parts[:2], upstream[:2], own, strict=True)
@@ -204,13 +204,13 @@ def _backward(
     if needs.weight:
         dweight = du.t() @ y
     if needs.bias:
-        assert given.bias is not None
         dbias = du.sum(0, dtype=torch.float32).to(given.bias.dtype)
     return Inputs(dx, dnorm_weight, dweight, dbias, *of_own, None, None)  # type: ignore[arg-type]
 
 
 def _through_norm(given: Inputs, norm: Norm, y, columns: slice, own, dy, part, need: bool) -> Any:
-    """Fills `part` of du from dy through the heads' own norm, if any; returns its weight's gradient.
+    """Fills `part` of du from dy through the heads' own norm, if any, and returns the gradient of
+    that norm's weight.
 
     What the norm saw is multiplied once more, from y: the heads' columns of the product.
     """
@@ -239,13 +239,14 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream):  # type: ignore[override]
         given, needs = Inputs(*ctx.saved_tensors), Inputs(*ctx.needs_input_grad[3:])
+        heads, norm = ctx.settings
         if all(dy is None for dy in upstream):
             return (None,) * 11
         if backend_triton.creates_graph():
             return None, None, None, *_plain_gradients(given, ctx.settings, upstream, True)
         gradients = Inputs(*(None,) * 8)  # type: ignore[arg-type]
         if any(needs[:6]):
-            gradients = _backward(given, *ctx.settings, needs, upstream)
+            gradients = _backward(given, heads, norm, needs, upstream)
         if needs.cos or needs.sin:
             angles = [t if i > 5 else None if t is None else t.detach()
                       for i, t in enumerate(given)]  # fmt: skip

@@ -5,7 +5,7 @@ tiles. Both read x once, multiply it as it is, and gather its squares beside the
 """
 
 # tl.range, and names that exist on one side of a constexpr:
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 
 import triton
 import triton.language as tl

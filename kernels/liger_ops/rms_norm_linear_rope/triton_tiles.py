@@ -1,4 +1,4 @@
-"""What both Triton kernels of rms_norm_linear_rope do with a tile: where it lies, and its last step.
+"""Where a tile of the Triton kernels of rms_norm_linear_rope lies, and its last step.
 
 A tile holds HEADS heads of one of q, k and v, and of each the features of 2 HALF columns: first
 HALF columns with the first features of as many pairs, then HALF with their second features. Those
