@@ -196,8 +196,9 @@ def _fused_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
     need, given = from_structure(saved[0]), Inputs(*saved[1])
     if all(isinstance(ct, SymbolicZero) for ct in cotangents):
         return (None,) * 8
-    upstream: Any = tuple(
-        jnp.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct for ct in cotangents
+    upstream = tuple(
+        jnp.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct  # type: ignore[arg-type]
+        for ct in cotangents
     )
     gradients = (None,) * 6
     if any(need[:6]):
