@@ -193,31 +193,34 @@ def test_rms_norm_linear_rope_tries_its_tiles_and_makes_its_table(tmp_path, monk
     heads, tiles = fused.Heads(2, 1, 16), fused.Config(16, 32, 16, 4, 2)
     weighted = dataclasses.replace(tiles, scales="weight")
     monkeypatch.setattr(fused, "DECODING", [tiles])
-    monkeypatch.setattr(fused, "MANY", [weighted, tiles])
+    monkeypatch.setattr(fused, "MANY", [weighted])
     monkeypatch.setattr(fused, "PERSISTENT", [dataclasses.replace(weighted, persistent=True)])
     monkeypatch.setattr(fused.rule, "DECODED", 4)
     rows = []
-    for first, then in ((2, 1), (9, 33)):
+    for number in (2, 9):
         found = {}
-        for number in (first, then):
-            made = list(fused.one_size(number, 48, heads, found, DEVICE))
-            assert {(r["framework"], r["pass"]) for r in made if "config" in r} == {
-                (framework, which)
-                for framework in ("triton", "pallas")
-                for which in (("forward",) if number < 4 else ("forward", fused.BOTH))
-            }
-            names = {row["implementation"] for row in made if "config" not in row}
-            assert names == {"torch_liger (composed)", "eager", "torch.compile",
-                             "jax_liger (composed)", "XLA"}  # fmt: skip
-            rows += made
+        made = list(fused.one_size(number, 48, heads, found, DEVICE))
+        assert {(r["framework"], r["pass"]) for r in made if "config" in r} == {
+            (framework, which)
+            for framework in ("triton", "pallas")
+            for which in (("forward",) if number < 4 else ("forward", fused.BOTH))
+        }
+        assert fused.candidates("pallas", 33, found) == [tiles if number < 4 else weighted]
+        names = {row["implementation"] for row in made if "config" not in row}
+        assert names == {"torch_liger (composed)", "eager", "torch.compile",
+                         "jax_liger (composed)", "XLA"}  # fmt: skip
+        rows += made
     kept = {r["implementation"]: r["kept_mebibytes"] for r in rows
-            if r["rows"] == 33 and "kept_mebibytes" in r}  # fmt: skip
+            if "kept_mebibytes" in r}  # fmt: skip
     fewest = [value for name, value in kept.items() if "triton" in name]
     assert fewest and all(value == 0.0 for value in fewest) and kept["torch_liger (composed)"] > 0
 
     result = {"rows": rows, "device": "none", "command": "", "versions": {}}
     table = fused.table_of(result)
-    assert len(table["entries"]) == 8
+    assert len(table["entries"]) == 4
+    slower = dataclasses.replace(weighted, num_warps=8)
+    assert fused.best({slower: 3.0, tiles: 2.0, weighted: 1.0}) == [weighted, tiles]
+    assert fused.best({slower: 3.0, weighted: 1.0}) == [weighted]
     for entry in table["entries"]:
         assert fused.Config(**entry["config"]) and entry["forward"] == 1.0
         assert (fused.BOTH in entry) == (entry["rows"] > 4)
