@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_liger import vocab_parallel
 from jax_liger.arguments import as_arrays, described
 from liger_ops import backend_pallas
 from liger_ops.cross_entropy import reduce
@@ -111,6 +112,7 @@ def fused_linear_cross_entropy(
     logit_scale: float = 1.0,
     accum_dtype: Any = "float32",
     vocab_axis: int = 0,
+    vocab_mesh_axis: str | tuple[str, ...] | None = None,
     memory: str | int = "fast",
     ignore_index: int = -100,
     class_weight: jax.Array | None = None,
@@ -141,6 +143,12 @@ def fused_linear_cross_entropy(
             summed where that takes several products. bfloat16 needs less memory and loses what is
             small beside the sum; weights of another dtype than bfloat16 are summed in float32.
         vocab_axis: the dimension of weight that the classes are: 0 or 1.
+        vocab_mesh_axis: the axis of a mesh, or axes, over whose devices the classes are split
+            evenly. Under shard_map each gives its own classes of weight, bias and class_weight, the
+            same hidden and the same labels, which count the classes of all. Under jit, with
+            `jax.set_mesh`, all are global arrays, and this has them split so; None leaves them
+            split as they are. Only a few numbers a token cross devices, and in the backward the sum
+            of hidden's gradient.
         memory: "fast"; "least", which computes the logits once more and keeps no float32 sum; or
             the bytes that may be used beside the inputs and the gradients.
         ignore_index: tokens with this label count for nothing and get zeros as gradient.
@@ -194,7 +202,10 @@ def fused_linear_cross_entropy(
         vocab_axis,
     )
     class_weight, items = jax.tree.map(jax.lax.stop_gradient, (class_weight, items))
-    classes = cross_entropy_xla.as_classes(labels, weight.shape[vocab_axis], ignore_index)
+    head = vocab_parallel.Head(weight, bias, class_weight, vocab_axis)
+    axes, head = vocab_parallel.split(head, vocab_mesh_axis)
+    weight, bias, class_weight, _ = head
+    classes = cross_entropy_xla.as_classes(labels, vocab_parallel.vocab(head, axes), ignore_index)
     chosen = backend_pallas.choose(
         implementation, "fused_linear_cross_entropy", hidden, weight, bias, class_weight
     )
@@ -204,6 +215,12 @@ def fused_linear_cross_entropy(
         loss, z, predicted = fused_linear_pallas.fused_linear_cross_entropy(
             hidden, weight, classes, bias, class_weight, items, logit_scale, vocab_axis,
             accum_dtype, memory, label_smoothing, softcap, z_loss, reduction, return_metrics,
+            axes if vocab_parallel.is_manual(axes) else (),
+        )  # fmt: skip
+    elif axes:
+        loss, z, predicted = vocab_parallel.plain(
+            hidden, weight, classes, bias, class_weight, items, logit_scale, vocab_axis,
+            label_smoothing, softcap, z_loss, reduction, axes,
         )  # fmt: skip
     else:
         logits = fused_linear_xla.logits_of(hidden, weight, bias, logit_scale, vocab_axis)
@@ -228,6 +245,7 @@ def per_token_logps(
     ignore_index: int = -100,
     accum_dtype: Any = "float32",
     vocab_axis: int = 0,
+    vocab_mesh_axis: str | tuple[str, ...] | None = None,
     memory: str | int = "fast",
     implementation: str | None = None,
 ) -> jax.Array:
@@ -266,6 +284,7 @@ def per_token_logps(
         ignore_index=ignore_index,
         accum_dtype=accum_dtype,
         vocab_axis=vocab_axis,
+        vocab_mesh_axis=vocab_mesh_axis,
         memory=memory,
         reduction="none",
         implementation=implementation,

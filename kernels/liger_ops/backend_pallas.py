@@ -250,6 +250,7 @@ def split(
     *arrays: jax.Array | None,
     over: Sequence[str],
     summed: Sequence[str] = (),
+    joined: str | None = None,
 ) -> Any:
     """local(*arrays), on every device's own part where the dimensions `over` are sharded.
 
@@ -259,6 +260,8 @@ def split(
         over: those of which `local` may see a part. All others stay whole.
         summed: those over which an output that lacks them is a sum. An output that lacks any other
             dimension does not depend on what has it.
+        joined: one of those of which `local` itself puts the parts together: where it is sharded,
+            `local` gets the mesh axes' names as the keyword `axes`.
     """
 
     def names(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[Dims], list[Dims]]:
@@ -269,7 +272,7 @@ def split(
         )
         return of_inputs, of_outputs
 
-    return _split(local, arrays, names, over=tuple(over), summed=tuple(summed))
+    return _split(local, arrays, names, over=tuple(over), summed=tuple(summed), joined=joined)
 
 
 def _split(
@@ -278,6 +281,7 @@ def _split(
     names: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Dims], list[Dims]]],
     over: Dims,
     summed: Dims,
+    joined: str | None = None,
 ) -> Any:
     """Without this, XLA would gather arrays onto every device before a kernel it cannot look into.
 
@@ -292,8 +296,8 @@ def _split(
     in_dims, out_dims = names(arrays, jax.tree.leaves(outputs, is_leaf=lambda a: a is None))
     out_tree = jax.tree.structure(outputs)
 
-    def flat_local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jax.tree.leaves(local(*jax.tree.unflatten(in_tree, arrays))))
+    def flat_local(*arrays: jax.Array, **joined: Dims) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(local(*jax.tree.unflatten(in_tree, arrays), **joined)))
 
     def mesh_axes(specs: Sequence[Any]) -> dict[str, Dims]:
         """The mesh axes of each dimension: those of the first input in which it is split, but for
@@ -312,7 +316,8 @@ def _split(
     def local_sums(axes: dict[str, Dims]) -> Callable[..., tuple[jax.Array, ...]]:
         def fn(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             results = []
-            for out, dims in zip(flat_local(*arrays), out_dims, strict=True):
+            by_name = {"axes": axes[joined]} if joined and axes[joined] else {}
+            for out, dims in zip(flat_local(*arrays, **by_name), out_dims, strict=True):
                 lacking = tuple(a for dim in summed if dim not in dims for a in axes[dim])
                 results.append(jax.lax.psum(out, lacking) if lacking else out)
             return tuple(results)

@@ -30,6 +30,7 @@ class Settings:
     predict: bool
     interpret: bool
     logit_scale: float = 1.0
+    keeps_weight: bool = False  # the label's class weight is a token's third statistic
 
     def see(self, x: jax.Array, bias_ref, classes: jax.Array, mask: jax.Array | None) -> jax.Array:
         """logit_scale x + bias in float32, for the numbers x of `classes`."""
@@ -197,7 +198,10 @@ def _backward_kernel(
         its_class = cols + load(first_class_ref, jnp.int32(0), mask=None)
 
     def step(row):
-        label, supervised, valid, weight = _load_label(labels_ref, weight_ref, row)
+        of_label = None if settings.keeps_weight else weight_ref
+        label, supervised, valid, weight = _load_label(labels_ref, of_label, row)
+        if settings.keeps_weight:
+            weight = load(statistics_ref, row, jnp.int32(2), mask=None)
         read = supervised & (cols < columns)  # an ignored row is not read
         x = load(logits_ref, row, cols, mask=read)
         top = load(statistics_ref, row, jnp.int32(0), mask=None)
@@ -250,7 +254,8 @@ class Tokens(NamedTuple):
 
     Attributes:
         ce, z: (M,) float32; z None where its coefficient is 0.
-        statistics: (M, 2) float32, the largest logit, and log sum exp relative to it.
+        statistics: (M, 2) float32, the largest logit, and log sum exp relative to it; (M, 3) with
+            the label's class weight, where settings.keeps_weight.
         predicted: (M,) int32, or None.
     """
 
@@ -271,7 +276,7 @@ def shapes(settings: Settings, num_rows: int) -> Tokens:
     return Tokens(
         ce=token,
         z=token if settings.z_loss else None,
-        statistics=jax.ShapeDtypeStruct((num_rows, 2), jnp.float32),
+        statistics=jax.ShapeDtypeStruct((num_rows, 2 + settings.keeps_weight), jnp.float32),
         predicted=jax.ShapeDtypeStruct((num_rows,), jnp.int32) if settings.predict else None,
     )
 

@@ -27,8 +27,12 @@ def factors(
     num_items: jax.Array | None,
     reduction: str,
     dtype: Any,
+    label_weight: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array] | None:
-    """What a token's ce and z are multiplied by before they are summed; None for "none"."""
+    """What a token's ce and z are multiplied by before they are summed; None for "none".
+
+    label_weight: every token's, where class_weight holds only some of the classes'.
+    """
     if reduction == "none":
         return None
     if reduction == "sum":
@@ -38,7 +42,8 @@ def factors(
         return factor, factor
     count = weight_sum = jnp.sum(classes != IGNORED)
     if class_weight is not None:
-        weights = weight_of(class_weight.astype(dtype), classes)
+        weights = weight_of(class_weight, classes) if label_weight is None else label_weight
+        weights = weights.astype(dtype)
         weight_sum = jnp.sum(jnp.where(classes >= 0, weights, 0.0))
     return inverse(weight_sum, dtype), inverse(count, dtype)
 

@@ -21,7 +21,7 @@ from liger_ops import backend_pallas
 from liger_ops.backend_pallas import as_structure, from_structure
 from liger_ops.cross_entropy import pallas_rows, reduce
 from liger_ops.cross_entropy.pallas_rows import Constants, class_weight_sum
-from liger_ops.fused_linear_cross_entropy import pallas_parts, xla
+from liger_ops.fused_linear_cross_entropy import pallas_parts, pallas_vocab, xla, xla_vocab
 from liger_ops.fused_linear_cross_entropy.cases import Plan
 from liger_ops.fused_linear_cross_entropy.pallas_parts import Gradients, Need, Settings, Upstream
 
@@ -52,7 +52,7 @@ def _plan(settings: Settings, need: Need, hidden: jax.Array, weight: jax.Array) 
         math.prod(hidden.shape[:-1]),
         hidden.shape[-1],
         weight.shape[settings.vocab_axis],
-        hidden.dtype.itemsize,
+        weight.dtype.itemsize,
         sum_itemsize=jnp.dtype(settings.sum_dtype).itemsize,
         needs_weight=need.weight,
         memory=settings.memory,
@@ -86,19 +86,23 @@ def _forward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, c
     now, later = _in_forward(settings, plan, need), _in_backward(settings, plan, need)
     keeps_logits = plan.keeps_logits and any(need)
 
-    def local(hidden, weight, bias, classes, class_weight, weight_sum, factors):
+    def local(
+        hidden, weight, bias, classes, class_weight, weight_sum, factors, axes=settings.vocab_axes
+    ):
         leading, constants = classes.shape, Constants(class_weight, weight_sum, bias)
-        h, y = hidden.reshape(classes.size, hidden.shape[-1]), classes.reshape(-1)
+        h, y, shard = _local(settings, hidden, weight, classes, axes)
         logits, gradients = None, Gradients()
         if keeps_logits:
             logits = pallas_parts.logits_of(settings, h, weight)
-            tokens = pallas_rows.forward(settings.rows, logits, y, constants)
+            tokens = pallas_vocab.forward(settings.rows, logits, y, constants, shard)
         else:
             upstream = _upstream(settings, factors).normalized()[1] if any(now) else None
             tokens, gradients = pallas_parts.over_parts(
-                settings, now, plan.rows, h, weight, y, constants, upstream=upstream
+                settings, now, plan.rows, h, weight, y, constants, upstream=upstream, shard=shard
             )
         assert tokens is not None
+        if settings.vocab_axes:
+            tokens = pallas_vocab.contribution(tokens, shard)
         statistics = tokens.statistics if any(later) else None
         of_rows = (tokens.ce, tokens.z, tokens.predicted, statistics, logits, gradients.hidden)
         return *_back(leading, of_rows), gradients.weight, gradients.bias
@@ -109,11 +113,23 @@ def _forward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, c
         f"{rows} d, {head}, v, {rows}, v, one, two"
         f" -> {rows}, {rows}, {rows}, {rows} two, {rows} v, {rows} d, {head}, v",
         hidden, weight, bias, classes, class_weight,
-        class_weight_sum(settings.rows, class_weight), factors,
-        over=rows.split(), summed=rows.split(),
+        _weight_sum(settings, class_weight), factors,
+        over=[*rows.split(), "v"], summed=rows.split(), joined="v",
     )  # fmt: skip
     ce, z, predicted, statistics, logits, *gradients = outputs
     return _Outputs(ce, z, predicted, statistics, logits, Gradients(*gradients))
+
+
+def _local(settings: Settings, hidden, weight, classes, axes: tuple[str, ...]):
+    """A device's hidden and labels as rows, and which of the classes are its own."""
+    shard = pallas_vocab.shard_of(axes, weight.shape[settings.vocab_axis], settings.vocab_axes)
+    h = hidden.reshape(classes.size, hidden.shape[-1])
+    return h, pallas_vocab.own_labels(classes.reshape(-1), shard), shard
+
+
+def _weight_sum(settings: Settings, class_weight: jax.Array | None) -> jax.Array | None:
+    total = class_weight_sum(settings.rows, class_weight)
+    return total if total is None else jax.lax.psum(total, settings.vocab_axes)
 
 
 def _head(settings: Settings) -> str:
@@ -140,7 +156,7 @@ def _forward_jvp(settings, plan, need, primals, tangents):
             of_ce, of_z = _upstream(settings, factors).normalized()[1]
             of_z = jnp.zeros_like(of_ce) if of_z is None else of_z
             made = vjp((jnp.broadcast_to(of_ce, ce.shape), jnp.broadcast_to(of_z, z.shape)))
-            dtypes = (hidden.dtype, settings.sum_dtype, jnp.float32)
+            dtypes = (_hidden_dtype(settings, hidden), settings.sum_dtype, jnp.float32)
             gradients = Gradients(
                 *(
                     g.astype(dtype) if needed else None
@@ -148,14 +164,14 @@ def _forward_jvp(settings, plan, need, primals, tangents):
                 )
             )
         seen = rows.cap(_seen(rows, jax.lax.stop_gradient(logits), bias))
-        top = jnp.max(seen, axis=-1)
-        total = jnp.log(jnp.sum(jnp.exp(seen - top[..., None]), axis=-1))
-        predicted = jnp.argmax(seen, axis=-1).astype(jnp.int32)
+        statistics, predicted = xla_vocab.statistics(
+            seen, classes, class_weight if rows.keeps_weight else None, settings.vocab_axes
+        )
         return _Outputs(
             ce,
             z if rows.z_loss else None,
             predicted if rows.predict else None,
-            jnp.stack([top, total], -1) if any(later) else None,
+            statistics if any(later) else None,
             logits if plan.keeps_logits and any(need) else None,
             gradients,
         )
@@ -170,10 +186,21 @@ def _seen(rows: pallas_rows.Settings, logits: jax.Array, bias: jax.Array | None)
 
 def _plain_losses(settings: Settings, classes, class_weight) -> Any:
     rows = settings.rows
-    return lambda hidden, weight, bias: xla.token_losses(
-        hidden, weight, classes, bias, class_weight, rows.logit_scale, settings.vocab_axis,
-        rows.label_smoothing, rows.softcap, rows.z_loss,
-    )  # fmt: skip
+    options = (rows.label_smoothing, rows.softcap, rows.z_loss)
+
+    def losses(hidden, weight, bias):
+        given = (hidden, weight, classes, bias, class_weight)
+        given = (*given, rows.logit_scale, settings.vocab_axis)
+        if settings.vocab_axes:
+            return xla_vocab.token_losses(*given, *options, settings.vocab_axes)
+        return xla.token_losses(*given, *options)
+
+    return losses
+
+
+def _hidden_dtype(settings: Settings, hidden: jax.Array) -> Any:
+    """Of hidden's gradient: under shard_map not yet rounded, for it is summed over the shards."""
+    return jnp.float32 if settings.vocab_axes else hidden.dtype
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -185,17 +212,20 @@ def _backward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, 
     upstream: for every token, of the labels' shape, or (1,) where `reduction` is no "none".
     """
 
-    def local(hidden, weight, bias, classes, class_weight, weight_sum, statistics, logits, *d):
+    def local(
+        hidden, weight, bias, classes, class_weight, weight_sum, statistics, logits, *d,
+        axes=settings.vocab_axes,
+    ):  # fmt: skip
         constants = Constants(class_weight, weight_sum, bias)
-        h, y = hidden.reshape(classes.size, hidden.shape[-1]), classes.reshape(-1)
-        statistics = statistics.reshape(y.size, 2)
+        h, y, shard = _local(settings, hidden, weight, classes, axes)
+        statistics = statistics.reshape(y.size, statistics.shape[-1])
         upstream, unit = Upstream(*jax.tree.map(lambda a: a.reshape(-1), d)), None
-        if hidden.dtype == jnp.float16:  # where a mean's gradients would underflow
+        if weight.dtype == jnp.float16:  # where a mean's gradients would underflow
             unit, upstream = upstream.normalized()
         if logits is not None:
             logits = logits.reshape(y.size, logits.shape[-1])
             gradients = pallas_parts.of_kept_logits(
-                settings, need, h, weight, y, constants, logits, statistics, upstream, unit
+                settings, need, h, weight, y, constants, logits, statistics, upstream, unit, shard
             )
         else:
             by_block = plan.classes is not None and need.weight
@@ -204,14 +234,15 @@ def _backward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, 
             if any(by_part):
                 _, gradients = pallas_parts.over_parts(
                     settings, by_part, plan.rows, h, weight, y, constants, upstream=upstream,
-                    statistics=statistics, unit=unit,
+                    statistics=statistics, unit=unit, shard=shard,
                 )  # fmt: skip
             dweight, dbias = gradients.weight, gradients.bias
             if by_block:
                 assert plan.classes is not None
                 dweight = pallas_parts.over_blocks(
-                    settings, plan.classes, h, weight, y, constants, statistics, upstream, unit
-                )
+                    settings, plan.classes, h, weight, y, constants, statistics, upstream, unit,
+                    shard,
+                )  # fmt: skip
             elif need.weight:
                 dweight = pallas_parts.scaled(dweight, unit, weight.dtype)
             if need.bias:
@@ -227,8 +258,8 @@ def _backward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, 
             f"{rows} d, {head}, v, {rows}, v, one, {rows} two, {rows} v, {of_token}, {of_token}"
             f" -> {rows} d, {head}, v",
             hidden, weight, bias, classes, class_weight,
-            class_weight_sum(settings.rows, class_weight), statistics, logits, *upstream,
-            over=rows.split(), summed=rows.split(),
+            _weight_sum(settings, class_weight), statistics, logits, *upstream,
+            over=[*rows.split(), "v"], summed=rows.split(), joined="v",
         )
     )  # fmt: skip
 
@@ -242,7 +273,7 @@ def _backward_jvp(settings, plan, need, primals, tangents):
         (ce, z), vjp = jax.vjp(losses, hidden, weight, bias)
         of_z = jnp.zeros((), z.dtype) if upstream.dz is None else upstream.dz
         made = vjp((jnp.broadcast_to(upstream.dce, ce.shape), jnp.broadcast_to(of_z, z.shape)))
-        dtypes = (hidden.dtype, weight.dtype, jnp.float32)
+        dtypes = (_hidden_dtype(settings, hidden), weight.dtype, jnp.float32)
         return Gradients(
             *(
                 g.astype(dtype) if needed else None
@@ -261,7 +292,7 @@ def _reduced(settings: Settings, outputs: _Outputs, factors: jax.Array | None) -
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(settings: Settings, hidden, weight, bias, classes, class_weight, factors):
     plan = _plan(settings, NOTHING, hidden, weight)
-    given = (hidden, weight, bias, classes, class_weight, factors)
+    given = (hidden.astype(weight.dtype), weight, bias, classes, class_weight, factors)
     return _reduced(settings, _forward(settings, plan, NOTHING, *given), factors)
 
 
@@ -269,6 +300,7 @@ def _loss_fwd(settings, hidden, weight, bias, classes, class_weight, factors):
     given = (hidden, weight, bias, classes, class_weight, factors)
     need = Need(*(a is not None and a.perturbed for a in given[:3]))
     given: Any = tuple(None if a is None else a.value for a in given)
+    given = (given[0].astype(given[1].dtype), *given[1:])
     plan = _plan(settings, need, *given[:2])
     outputs = _forward(settings, plan, need, *given)
     kept = (outputs.statistics, outputs.logits, outputs.gradients)
@@ -295,10 +327,11 @@ def _loss_bwd(settings, saved, cotangents):
         )  # fmt: skip
     if factors is not None and any(_in_forward(settings, plan, need)):
         unit = _upstream(settings, factors).normalized()[0] * dloss
+        dtypes = (_hidden_dtype(settings, hidden), weight.dtype, None if bias is None else bias.dtype)
         gradients = Gradients(
             *(
-                late if early is None else pallas_parts.scaled(early, unit, like.dtype)
-                for early, late, like in zip(made, gradients, given[:3], strict=True)
+                late if early is None else pallas_parts.scaled(early, unit, dtype)
+                for early, late, dtype in zip(made, gradients, dtypes, strict=True)
             )
         )
     if gradients.bias is not None:
@@ -326,22 +359,34 @@ def fused_linear_cross_entropy(
     z_loss: float,
     reduction: str,
     predict: bool,
+    vocab_axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """loss, z_loss (which carries no gradient) and, if asked for, predicted classes (...).
 
     hidden and weight have one dtype; `classes` is what `cross_entropy.xla.as_classes` returns.
+    vocab_axes: the mesh axes over which the classes are split under shard_map. Elsewhere the
+    arrays' own shardings say so.
     """
     if logit_scale == 0.0:  # of which no gradient could be divided
         hidden, logit_scale = jnp.zeros_like(hidden), 1.0
+    is_split = bool(vocab_axes) or jax.device_count() > 1
     of_kernels = pallas_rows.Settings(
-        label_smoothing, softcap, z_loss, predict, backend_pallas.interpret(), logit_scale
-    )
+        label_smoothing, softcap, z_loss, predict, backend_pallas.interpret(), logit_scale,
+        keeps_weight=is_split and class_weight is not None,
+    )  # fmt: skip
     # Only bfloat16 is summed in itself: float16 has not the range.
     sum_dtype = accum_dtype if weight.dtype == jnp.bfloat16 else "float32"
-    settings = Settings(of_kernels, vocab_axis, reduction, sum_dtype, memory)
-    factors = reduce.factors(classes, class_weight, num_items, reduction, jnp.float32)
+    settings = Settings(of_kernels, vocab_axis, reduction, sum_dtype, memory, vocab_axes)
+    label_weight = None
+    if vocab_axes:
+        hidden = hidden.astype(jnp.float32)  # in which the sum over the devices' gradients is
+        if class_weight is not None:
+            label_weight = xla_vocab.label_weight(class_weight, classes, vocab_axes)
+    factors = reduce.factors(classes, class_weight, num_items, reduction, jnp.float32, label_weight)
     factors = None if factors is None else jnp.stack(factors)
     given = backend_pallas.match_axes(hidden, weight, bias, classes, class_weight, factors)
     outputs: Any = _loss(settings, *given)
     loss, z, predicted = outputs
+    if vocab_axes:
+        loss, z, predicted = jax.lax.psum((loss, z, predicted), vocab_axes)
     return loss, jax.lax.stop_gradient(z), predicted

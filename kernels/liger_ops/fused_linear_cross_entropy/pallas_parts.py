@@ -15,12 +15,15 @@ from liger_ops import backend_pallas
 from liger_ops.cross_entropy import pallas_rows
 from liger_ops.cross_entropy.pallas_rows import Constants, Tokens
 from liger_ops.cross_entropy.xla import IGNORED
+from liger_ops.fused_linear_cross_entropy import pallas_vocab
+from liger_ops.fused_linear_cross_entropy.pallas_vocab import Shard
 
 
 @dataclass(frozen=True)
 class Settings:
     """What is known before tracing; `rows` is for the kernels, the rest as in the public function.
-    sum_dtype is what the weight's gradient is summed in over parts.
+    sum_dtype is what the weight's gradient is summed in over parts. vocab_axes are the mesh axes
+    over which, under shard_map, the classes are split.
     """
 
     rows: pallas_rows.Settings
@@ -28,6 +31,7 @@ class Settings:
     reduction: str
     sum_dtype: str
     memory: str | int
+    vocab_axes: tuple[str, ...] = ()
 
 
 class Need(NamedTuple):
@@ -72,9 +76,16 @@ def logits_of(settings: Settings, hidden: jax.Array, weight: jax.Array) -> jax.A
     return jax.lax.dot_general(hidden, weight, (((1,), (1 - settings.vocab_axis,)), ((), ())))
 
 
-def hidden_gradient(settings: Settings, dlogits, weight, dtype: Any) -> jax.Array:
+def hidden_gradient(
+    settings: Settings, dlogits, weight, unit: jax.Array | None, shard: Shard | None
+) -> jax.Array:
+    """Times `unit`, and of all shards together, rounded once."""
+    dtype = weight.dtype if unit is None and shard is None else jnp.float32
     contracted = (((1,), (settings.vocab_axis,)), ((), ()))
-    return jax.lax.dot_general(dlogits, weight, contracted, preferred_element_type=dtype)
+    gradient = jax.lax.dot_general(dlogits, weight, contracted, preferred_element_type=dtype)
+    if shard is not None:
+        gradient = shard.sum_gradient(gradient)
+    return scaled(gradient, unit, pallas_vocab.gradient_dtype(shard, weight.dtype))
 
 
 def weight_gradient(settings: Settings, dlogits, hidden, dtype: Any) -> jax.Array:
@@ -94,18 +105,18 @@ def of_kept_logits(
     statistics: jax.Array,
     upstream: Upstream,
     unit: jax.Array | None,
+    shard: Shard | None = None,
 ) -> Gradients:
     """The gradients, times `unit`, from logits and statistics that the forward has kept."""
     dlogits, dbias = pallas_rows.backward(
         settings.rows, logits, classes, constants, statistics, *upstream,
-        in_place=True, sum_bias=need.bias,
+        vocab=pallas_vocab.size(shard), in_place=True, sum_bias=need.bias,
     )  # fmt: skip
-    dtype = hidden.dtype if unit is None else jnp.float32
     dhidden = dweight = None
     if need.hidden:
-        dhidden = hidden_gradient(settings, dlogits, weight, dtype)
-        dhidden = scaled(dhidden, unit, hidden.dtype)
+        dhidden = hidden_gradient(settings, dlogits, weight, unit, shard)
     if need.weight:
+        dtype = hidden.dtype if unit is None else jnp.float32
         dweight = weight_gradient(settings, dlogits, hidden, dtype)
         dweight = scaled(dweight, unit, weight.dtype)
     if need.bias:
@@ -125,6 +136,7 @@ def over_parts(
     upstream: Upstream | None = None,
     statistics: jax.Array | None = None,
     unit: jax.Array | None = None,
+    shard: Shard | None = None,
 ) -> tuple[Tokens | None, Gradients]:
     """The tokens' losses, unless their statistics are given, and the gradients that are needed,
     with the logits of at most `rows` rows at once. The rows that count are taken first and the
@@ -139,19 +151,17 @@ def over_parts(
     def part(hidden, classes, upstream, statistics):
         logits, tokens = logits_of(settings, hidden, weight), None
         if wants_tokens:
-            tokens = pallas_rows.forward(settings.rows, logits, classes, constants)
+            tokens = pallas_vocab.forward(settings.rows, logits, classes, constants, shard)
             statistics = tokens.statistics
         if not any(need):
             return tokens, Gradients()
         dlogits, dbias = pallas_rows.backward(
             settings.rows, logits, classes, constants, statistics, *upstream,
-            in_place=True, sum_bias=need.bias,
+            vocab=pallas_vocab.size(shard), in_place=True, sum_bias=need.bias,
         )  # fmt: skip
         dhidden = dweight = None
         if need.hidden:
-            dtype = hidden.dtype if unit is None else jnp.float32
-            dhidden = hidden_gradient(settings, dlogits, weight, dtype)
-            dhidden = scaled(dhidden, unit, hidden.dtype)
+            dhidden = hidden_gradient(settings, dlogits, weight, unit, shard)
         if need.weight:
             dweight = weight_gradient(settings, dlogits, hidden, settings.sum_dtype)
         return tokens, Gradients(dhidden, dweight, dbias)
@@ -194,7 +204,7 @@ def over_parts(
     if wants_tokens:
         tokens = jax.tree.map(zeros, pallas_rows.shapes(settings.rows, num_rows))
     start = Gradients(
-        zeros(hidden) if need.hidden else None,
+        zeros(hidden, pallas_vocab.gradient_dtype(shard, hidden.dtype)) if need.hidden else None,
         zeros(weight, settings.sum_dtype) if need.weight else None,
         zeros(constants.bias, jnp.float32) if need.bias else None,
     )
@@ -212,6 +222,7 @@ def over_blocks(
     statistics: jax.Array,
     upstream: Upstream,
     unit: jax.Array | None,
+    shard: Shard | None = None,
 ) -> jax.Array:
     """The weight's gradient, times `unit`: a block of classes at a time over all rows, from logits
     computed once more, each in one product and cast once.
@@ -222,7 +233,7 @@ def over_blocks(
         part = jax.lax.dynamic_slice_in_dim(weight, first, width, axis)
         dlogits, _ = pallas_rows.backward(
             settings.rows, logits_of(settings, hidden, part), classes, constants, statistics,
-            *upstream, first_class=first[None], vocab=vocab, in_place=True,
+            *upstream, first_class=first[None], vocab=pallas_vocab.size(shard) or vocab, in_place=True,
         )  # fmt: skip
         dtype = weight.dtype if unit is None else jnp.float32
         its_gradient = weight_gradient(settings, dlogits, hidden, dtype)
