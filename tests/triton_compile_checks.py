@@ -134,7 +134,7 @@ def cross_entropy(classes: int, dtype: str, everything: bool, scalar: str = "fp3
         **dict.fromkeys(("label_smoothing", "softcap", "z_loss", "logit_scale"), scalar),
         "first_class": "i32", "V": classes, "CLASSES": classes,
         "STEPS": config.forward_steps, "COLUMNS": config.forward_columns,
-        "bias_ptr": extra, "SCALE": everything,
+        "bias_ptr": extra, "label_weight_ptr": extra, "SCALE": everything,
         "SMOOTH": everything, "CAP": everything, "ADD_Z": everything,
     }  # fmt: skip
     compile_kernel(triton_rows.forward_kernel, arguments, config.forward_warps)

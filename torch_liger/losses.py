@@ -9,14 +9,17 @@ from liger_ops import backend_triton
 from liger_ops.cross_entropy import eager as cross_entropy_eager
 from liger_ops.cross_entropy.check import check_arguments as check_cross_entropy
 from liger_ops.fused_linear_cross_entropy import eager as linear_eager
+from liger_ops.fused_linear_cross_entropy import eager_vocab as vocab_eager
 from liger_ops.fused_linear_cross_entropy.check import check_arguments as check_linear
 from liger_ops.fused_linear_cross_entropy.check import check_temperature
+from torch_liger import vocab_parallel
 from torch_liger.arguments import check_device, described
 
 if backend_triton.triton is not None:
     from liger_ops.cross_entropy import triton_kernel as cross_entropy_triton
     from liger_ops.cross_entropy.triton_launch import Settings
     from liger_ops.fused_linear_cross_entropy import triton_kernel as linear_triton
+    from liger_ops.fused_linear_cross_entropy import triton_vocab as vocab_triton
 
 
 def cross_entropy(
@@ -117,6 +120,7 @@ def fused_linear_cross_entropy(
     num_items: int | torch.Tensor | None = None,
     return_z_loss: bool = False,
     return_metrics: bool = False,
+    process_group: Any = None,
     implementation: str | None = None,
 ) -> Any:
     """The language model's head and its cross-entropy, without ever holding all logits.
@@ -135,6 +139,13 @@ def fused_linear_cross_entropy(
         memory: "fast"; "least", which computes the logits twice; or the bytes that may be used
             beside the inputs and the gradients. `liger_ops.fused_linear_cross_entropy.cases.Plan`
             says what each comes to.
+        process_group: of the processes over which the classes are split evenly: each gives its own
+            classes, in the order of the ranks, of weight, bias and class_weight, the same hidden
+            and the same labels, which count the classes of all. Only a few numbers a token cross
+            processes, and in the backward the sum of hidden's gradient. A weight that is a DTensor,
+            Shard(0) over one dimension of its mesh, says the same without this argument, and may be
+            split unevenly; bias and class_weight may then be split as it is or whole. For weights
+            of FSDP see `torch_liger.vocab_parallel.as_forward_of`.
         The others are those of `cross_entropy`.
 
     Returns:
@@ -152,6 +163,11 @@ def fused_linear_cross_entropy(
 
     Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024), arXiv:2410.10989.
     """
+    given = vocab_parallel.Given(hidden, weight, labels, bias, class_weight)
+    shard = None
+    if process_group is not None or vocab_parallel.is_dtensor(weight):
+        given, shard = vocab_parallel.split(given, process_group)
+    hidden, weight, labels, bias, class_weight = given
     check_linear(
         described(hidden),  # type: ignore[arg-type]
         described(weight),  # type: ignore[arg-type]
@@ -179,14 +195,21 @@ def fused_linear_cross_entropy(
         settings = Settings(
             ignore_index, label_smoothing, softcap, z_loss, reduction, return_metrics, logit_scale
         )
-        loss, z, metrics = linear_triton.fused_linear_cross_entropy(
-            hidden, weight, labels, bias, class_weight, items, settings, accum_dtype, memory
-        )
+        inputs = (hidden, weight, labels, bias, class_weight, items)
+        options = (settings, accum_dtype, memory)
+        if shard is None:
+            loss, z, metrics = linear_triton.fused_linear_cross_entropy(*inputs, *options)
+        else:
+            loss, z, metrics = vocab_triton.fused_linear_cross_entropy(*inputs, *options, shard)
     else:
-        loss, z, metrics = linear_eager.fused_linear_cross_entropy(
+        inputs = (
             hidden, weight, labels, bias, logit_scale, class_weight, items, ignore_index,
             label_smoothing, softcap, z_loss, reduction, return_metrics,
         )  # fmt: skip
+        if shard is None:
+            loss, z, metrics = linear_eager.fused_linear_cross_entropy(*inputs)
+        else:
+            loss, z, metrics = vocab_eager.fused_linear_cross_entropy(*inputs, shard)
     return _with_extras(loss, z, metrics, return_z_loss)
 
 
@@ -202,6 +225,7 @@ def per_token_logps(
     ignore_index: int = -100,
     accum_dtype: torch.dtype = torch.float32,
     memory: str | int = "fast",
+    process_group: Any = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
     """The label's log-probability for every token, what preference losses are made of.
@@ -232,6 +256,7 @@ def per_token_logps(
         reduction="none",
         accum_dtype=accum_dtype,
         memory=memory,
+        process_group=process_group,
         implementation=implementation,
     )
 

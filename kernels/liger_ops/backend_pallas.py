@@ -308,8 +308,9 @@ def _split(
             for dim, part in zip(dims, spec, strict=False):
                 if dim in over and not axes[dim]:
                     beside = {d for all_dims in (*in_dims, *out_dims) if dim in all_dims
-                              for d in all_dims}  # fmt: skip
-                    taken = {axis for d in beside for axis in axes.get(d, ())}
+                              for d in all_dims} | {joined}  # fmt: skip
+                    beside |= set(over) if dim == joined else set()  # or devices would not match
+                    taken = {axis for d in beside if d for axis in axes.get(d, ())}
                     axes[dim] = tuple(a for a in jax.tree.leaves(part) if a not in taken)
         return axes
 
@@ -366,6 +367,13 @@ def _split(
         return outputs, (True,) * len(outputs)
 
     return jax.tree.unflatten(out_tree, call(*inputs))
+
+
+def placed_as(array: jax.Array, like: jax.Array) -> jax.Array:
+    """`array` with the sharding of `like`, where that is part of an array's type."""
+    sharding = jax.typeof(like).sharding
+    explicit = AxisType.Explicit in sharding.mesh.axis_types
+    return jax.sharding.reshard(array, sharding) if explicit else array
 
 
 def _present(arrays: Sequence[Any]) -> list[Any]:

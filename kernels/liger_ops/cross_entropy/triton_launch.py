@@ -191,11 +191,13 @@ def backward(
     into: torch.Tensor,
     first_class: int = 0,
     vocab: int | None = None,
+    label_weight: torch.Tensor | None = None,
 ) -> None:
     """Fills `into`, contiguous, with the gradient; it may be `logits` itself.
 
     dloss and dz are scalars or one number a token, of any distance between them. The logits may be
-    those of a part of `vocab` classes, from first_class on.
+    those of a part of `vocab` classes, from first_class on; then label_weight, (M,) float32, has
+    the labels' class weights where class_weight and bias are of some classes only.
     """
 
     def plan() -> backend_triton.Launch:
@@ -221,6 +223,7 @@ def backward(
             of(factors),
             of(dloss),
             of(dz),
+            of(label_weight),
             settings,
             first_class,
             vocab,
@@ -228,7 +231,9 @@ def backward(
         plan,
     )
     if launch.programs:
-        launch(rows(logits), labels, *shared, statistics, factors, dloss, dz, into)
+        launch(
+            rows(logits), labels, *shared, statistics, label_weight, factors, dloss, dz, into
+        )  # fmt: skip
 
 
 def add_bias_gradient(
@@ -240,8 +245,12 @@ def add_bias_gradient(
     factors: torch.Tensor | None,
     dloss: torch.Tensor | None,
     into: torch.Tensor,
+    vocab: int | None = None,
+    label_weight: torch.Tensor | None = None,
 ) -> None:
-    """Adds the sum over rows of the gradient, before it is rounded, to `into` (V,) float32."""
+    """Adds the sum over rows of the gradient, before it is rounded, to `into` (V,) float32. vocab
+    and label_weight are those of `backward`.
+    """
 
     def plan() -> backend_triton.Launch:
         num_rows, classes = logits.shape
@@ -251,14 +260,17 @@ def add_bias_gradient(
             bias_gradient_kernel,
             -(-classes // block),
             (num_rows, logits.stride(0), stride, *settings.scalars),
-            (classes, 16, block, *settings.flags),
+            (classes, vocab or classes, 16, block, *settings.flags),
             4,
         )
 
     of = backend_triton.metadata
     launch = backend_triton.kept(
         _BIAS_LAUNCHES,
-        lambda: (of(logits), of(labels), *map(of, shared), of(factors), of(dloss), settings),
+        lambda: (
+            of(logits), of(labels), *map(of, shared), of(factors), of(dloss), of(label_weight),
+            settings, vocab,
+        ),  # fmt: skip
         plan,
     )
-    launch(logits, labels, *shared, statistics, factors, dloss, into)
+    launch(logits, labels, *shared, statistics, label_weight, factors, dloss, into)

@@ -156,6 +156,7 @@ def _gradient(
     weight_sum_ptr,
     bias_ptr,
     statistics_ptr,
+    label_weight_ptr,
     factors_ptr,
     dloss_ptr,
     dz_ptr,
@@ -196,7 +197,9 @@ def _gradient(
         g *= tl.load(factors_ptr)
         h *= tl.load(factors_ptr + 1)
     target = g * (1.0 - label_smoothing)
-    if weight_ptr is not None:
+    if label_weight_ptr is not None:
+        target *= tl.load(label_weight_ptr + row)
+    elif weight_ptr is not None:
         target *= tl.load(weight_ptr + tl.where(valid, label, 0)).to(tl.float32)
     of_p = target + 2.0 * h * z_loss * (top + log_total)
     if SMOOTH:
@@ -234,6 +237,7 @@ def backward_kernel(
     weight_sum_ptr,  # scalar float32 or None
     bias_ptr,  # (CLASSES,) or None
     statistics_ptr,  # (M, 2) float32
+    label_weight_ptr,  # (M,) float32 or None: for labels that are not all in weight_ptr
     factors_ptr,  # (2,) or None
     dloss_ptr,  # (M,), one for all where the stride is 0, or None
     dz_ptr,  # as dloss_ptr
@@ -261,8 +265,9 @@ def backward_kernel(
     label = tl.load(labels_ptr + row)
     gradient = _gradient(
         row, label, cols, logits_ptr, weight_ptr, weight_sum_ptr, bias_ptr, statistics_ptr,
-        factors_ptr, dloss_ptr, dz_ptr, logits_stride, dloss_stride, dz_stride, first_class,
-        ignore_index, label_smoothing, softcap, z_loss, logit_scale, V, CLASSES, SMOOTH, CAP, SCALE,
+        label_weight_ptr, factors_ptr, dloss_ptr, dz_ptr, logits_stride, dloss_stride, dz_stride,
+        first_class, ignore_index, label_smoothing, softcap, z_loss, logit_scale, V, CLASSES,
+        SMOOTH, CAP, SCALE,
     )  # fmt: skip
     at = dlogits_ptr + row * V + cols
     tl.store(at, gradient.to(dlogits_ptr.dtype.element_ty), mask=cols < V)
@@ -276,6 +281,7 @@ def bias_gradient_kernel(
     weight_sum_ptr,  # scalar float32 or None
     bias_ptr,  # (V,)
     statistics_ptr,  # (M, 2) float32
+    label_weight_ptr,  # (M,) float32 or None
     factors_ptr,  # (2,) or None
     dloss_ptr,  # (M,), one for all where the stride is 0
     dbias_ptr,  # (V,) float32, to which the sum over rows is added
@@ -288,6 +294,7 @@ def bias_gradient_kernel(
     z_loss,
     logit_scale,
     V: tl.constexpr,
+    CLASSES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SMOOTH: tl.constexpr,
@@ -303,8 +310,9 @@ def bias_gradient_kernel(
         row = tl.minimum(row, num_rows - 1).to(tl.int64)
         gradient = _gradient(
             row, label, cols[None, :], logits_ptr, weight_ptr, weight_sum_ptr, bias_ptr,
-            statistics_ptr, factors_ptr, dloss_ptr, None, logits_stride, dloss_stride, 0, 0,
-            ignore_index, label_smoothing, softcap, z_loss, logit_scale, V, V, SMOOTH, CAP, SCALE,
+            statistics_ptr, label_weight_ptr, factors_ptr, dloss_ptr, None, logits_stride,
+            dloss_stride, 0, 0, ignore_index, label_smoothing, softcap, z_loss, logit_scale, V,
+            CLASSES, SMOOTH, CAP, SCALE,
         )  # fmt: skip
         total += tl.sum(gradient, axis=0)
     inside = cols < V

@@ -336,7 +336,11 @@ def _loss_bwd(settings, saved, cotangents):
         )
     if gradients.bias is not None:
         gradients = gradients._replace(bias=gradients.bias.astype(bias.dtype))
-    return (*gradients, None, None, None)
+    placed = (
+        gradient if gradient is None else backend_pallas.placed_as(gradient, like)
+        for gradient, like in zip(gradients, given[:3], strict=True)
+    )
+    return (*placed, None, None, None)
 
 
 # Symbolic zeros tell which inputs ask for a gradient.
