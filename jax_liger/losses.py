@@ -202,10 +202,10 @@ def fused_linear_cross_entropy(
         vocab_axis,
     )
     class_weight, items = jax.tree.map(jax.lax.stop_gradient, (class_weight, items))
-    head = vocab_parallel.Head(weight, bias, class_weight, vocab_axis)
-    axes, head = vocab_parallel.split(head, vocab_mesh_axis)
-    weight, bias, class_weight, _ = head
-    classes = cross_entropy_xla.as_classes(labels, vocab_parallel.vocab(head, axes), ignore_index)
+    split = vocab_parallel.Split.of(vocab_mesh_axis, weight, vocab_axis)
+    vocab = split.vocab(weight, vocab_axis)
+    hidden, labels = split.whole_rows(hidden), split.whole_rows(labels)
+    classes = cross_entropy_xla.as_classes(labels, vocab, ignore_index)
     chosen = backend_pallas.choose(
         implementation, "fused_linear_cross_entropy", hidden, weight, bias, class_weight
     )
@@ -215,12 +215,12 @@ def fused_linear_cross_entropy(
         loss, z, predicted = fused_linear_pallas.fused_linear_cross_entropy(
             hidden, weight, classes, bias, class_weight, items, logit_scale, vocab_axis,
             accum_dtype, memory, label_smoothing, softcap, z_loss, reduction, return_metrics,
-            axes if vocab_parallel.is_manual(axes) else (),
+            split.axes, split.manual,
         )  # fmt: skip
-    elif axes:
+    elif split.axes:
         loss, z, predicted = vocab_parallel.plain(
-            hidden, weight, classes, bias, class_weight, items, logit_scale, vocab_axis,
-            label_smoothing, softcap, z_loss, reduction, axes,
+            split, hidden, weight, classes, bias, class_weight, items, logit_scale, vocab_axis,
+            label_smoothing, softcap, z_loss, reduction,
         )  # fmt: skip
     else:
         logits = fused_linear_xla.logits_of(hidden, weight, bias, logit_scale, vocab_axis)

@@ -5,6 +5,7 @@ passing there is no evidence. Runs with jax alone.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 import jax_liger
 from liger_ops import backend_pallas
+from liger_ops.cross_entropy.cases import EVERYTHING
 
 
 def shapes(*dims, dtype):
@@ -184,6 +186,35 @@ def test_fused_linear_cross_entropy_under_a_checked_shard_map(plan):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert backend_pallas.is_triton_call(text)
     assert text.count("all_reduce") == 2  # the weight's gradient and the bias's, once each
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_with_the_classes_split_under_a_checked_shard_map(plan):
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
+    mesh = jax.sharding.AbstractMesh(
+        (2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+    own, whole = jax.sharding.PartitionSpec("tensor"), jax.sharding.PartitionSpec()
+
+    def loss(hidden, weight, bias, labels, class_weight):
+        value, metrics = FUSED_LINEAR(
+            hidden, weight, labels, bias=bias, class_weight=class_weight, memory=PLANS[plan],
+            vocab_mesh_axis="tensor", return_metrics=True,
+            logit_scale=0.5, **EVERYTHING,
+        )  # fmt: skip
+        return value + metrics.token_accuracy
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        fn = jax.shard_map(loss, in_specs=(whole, own, own, whole, own), out_specs=whole)
+        args = shapes((1400, 64), (2000, 64), (2000,), dtype=jnp.bfloat16)
+        rest = (*shapes((1400,), dtype="int32"), *shapes((2000,), dtype=jnp.float32))
+        traced = jax.jit(jax.grad(fn, (0, 1, 2))).trace(*args, *rest)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert backend_pallas.is_triton_call(text)
+    assert "all_gather" not in text
+    shapes_summed = re.findall(r"all_reduce.*?: \(tensor<([\dx]*)\w+>\)", text, re.DOTALL)
+    assert sum(shape == "1400x64x" for shape in shapes_summed) == 1  # hidden's gradient, once
+    assert not any("2000" in shape or "1000" in shape for shape in shapes_summed)
 
 
 def test_under_a_checked_shard_map_the_weight_gradient_is_summed_once():

@@ -1,5 +1,5 @@
-"""A head whose classes are split over processes: as the argument `process_group` or a DTensor weight
-says it, and `as_forward_of` for weights that are only whole inside their module's forward.
+"""A head whose classes are split over processes, as the argument `process_group` or a DTensor says
+it, and `as_forward_of` for weights that are only whole inside their module's forward.
 """
 
 import sys
@@ -24,6 +24,7 @@ class Given(NamedTuple):
 
 
 def is_dtensor(tensor: torch.Tensor | None) -> bool:
+    """Without importing what defines them."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter, type(None)):
         return False
     module = sys.modules.get("torch.distributed.tensor")  # where there is one, it was imported
@@ -62,8 +63,8 @@ def _shard_of(weight: Any, process_group: Any) -> Shard | None:
     group = mesh.get_group(dims[0])
     if process_group is not None and process_group is not group:
         raise ValueError(
-            f"process_group must be None or the one over which the DTensor weight is split, {group}; "
-            f"got {process_group}"
+            f"process_group must be None or the one over which the DTensor weight is split, "
+            f"{group}; got {process_group}"
         )
     vocab = weight.shape[0]
     # As torch.chunk deals them out: the last processes may have fewer.
@@ -93,7 +94,9 @@ def _own(vector: Any, weight: Any, shard: Shard | None) -> torch.Tensor | None:
     return eager_vocab.spread(vector, shard)[shard.first : shard.first + shard.size]
 
 
-def as_forward_of(module: torch.nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def as_forward_of(
+    module: torch.nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """fn(*args, **kwargs), run as `module`'s forward, with all hooks before and after it.
 
     FSDP gathers the parameters of a module in a hook before its forward and frees them in one after

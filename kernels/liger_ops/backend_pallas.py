@@ -8,6 +8,7 @@ On a CPU the kernels run only in Pallas's interpret mode, chosen by PALLAS_INTER
 environment.
 """
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -251,6 +252,7 @@ def split(
     over: Sequence[str],
     summed: Sequence[str] = (),
     joined: str | None = None,
+    joined_axes: Dims = (),
 ) -> Any:
     """local(*arrays), on every device's own part where the dimensions `over` are sharded.
 
@@ -262,6 +264,7 @@ def split(
             dimension does not depend on what has it.
         joined: one of those of which `local` itself puts the parts together: where it is sharded,
             `local` gets the mesh axes' names as the keyword `axes`.
+        joined_axes: over which it is then sharded in any case.
     """
 
     def names(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[Dims], list[Dims]]:
@@ -272,7 +275,7 @@ def split(
         )
         return of_inputs, of_outputs
 
-    return _split(local, arrays, names, over=tuple(over), summed=tuple(summed), joined=joined)
+    return _split(local, arrays, names, tuple(over), tuple(summed), joined, joined_axes)
 
 
 def _split(
@@ -282,6 +285,7 @@ def _split(
     over: Dims,
     summed: Dims,
     joined: str | None = None,
+    joined_axes: Dims = (),
 ) -> Any:
     """Without this, XLA would gather arrays onto every device before a kernel it cannot look into.
 
@@ -295,6 +299,8 @@ def _split(
     outputs = jax.eval_shape(local, *jax.tree.unflatten(in_tree, whole))
     in_dims, out_dims = names(arrays, jax.tree.leaves(outputs, is_leaf=lambda a: a is None))
     out_tree = jax.tree.structure(outputs)
+    shaped = zip(in_dims, inputs, strict=True)
+    sizes = {d: n for dims, a in shaped for d, n in zip(dims, a.shape, strict=True)}
 
     def flat_local(*arrays: jax.Array, **joined: Dims) -> tuple[jax.Array, ...]:
         return tuple(jax.tree.leaves(local(*jax.tree.unflatten(in_tree, arrays), **joined)))
@@ -304,6 +310,8 @@ def _split(
         an axis that another dimension of some array has already.
         """
         axes: dict[str, Dims] = dict.fromkeys(over, ())
+        if joined:
+            axes[joined] = joined_axes
         for dims, spec in zip(in_dims, specs, strict=True):
             for dim, part in zip(dims, spec, strict=False):
                 if dim in over and not axes[dim]:
@@ -346,6 +354,8 @@ def _split(
 
     def partition(mesh: Any, arg_shapes: Any, _: Any) -> Any:
         axes = mesh_axes([shape.sharding.spec for shape in arg_shapes])
+        if joined and sizes[joined] % math.prod(mesh.shape[axis] for axis in axes[joined]):
+            axes[joined] = ()  # parts of different sizes
         named = lambda side: tuple(NamedSharding(mesh, spec) for spec in specs(axes, side))  # noqa: E731
         return mesh, local_sums(axes), named(out_dims), named(in_dims)
 

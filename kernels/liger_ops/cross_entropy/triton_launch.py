@@ -231,9 +231,7 @@ def backward(
         plan,
     )
     if launch.programs:
-        launch(
-            rows(logits), labels, *shared, statistics, label_weight, factors, dloss, dz, into
-        )  # fmt: skip
+        launch(rows(logits), labels, *shared, statistics, label_weight, factors, dloss, dz, into)
 
 
 def add_bias_gradient(
@@ -268,9 +266,15 @@ def add_bias_gradient(
     launch = backend_triton.kept(
         _BIAS_LAUNCHES,
         lambda: (
-            of(logits), of(labels), *map(of, shared), of(factors), of(dloss), of(label_weight),
-            settings, vocab,
-        ),  # fmt: skip
+            of(logits),
+            of(labels),
+            *map(of, shared),
+            of(factors),
+            of(dloss),
+            of(label_weight),
+            settings,
+            vocab,
+        ),
         plan,
     )
     launch(logits, labels, *shared, statistics, label_weight, factors, dloss, into)

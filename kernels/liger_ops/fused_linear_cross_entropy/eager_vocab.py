@@ -2,6 +2,7 @@
 has its own classes of weight, bias and class_weight, and all have the same hidden and labels.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,12 +42,22 @@ class Shard(NamedTuple):
         known = torch.where((labels >= 0) & (labels < self.vocab), labels, INVALID)
         return torch.where(labels == ignore_index, IGNORED, known)
 
-    def all_reduce(self, x: torch.Tensor, op: Any = None, wait: bool = True) -> Any:
-        """In place; without waiting it returns what is to be waited for, or None."""
-        if x.numel() == 0:
-            return x if wait else None
-        work = dist.all_reduce(x, op or dist.ReduceOp.SUM, self.group, async_op=not wait)
-        return x if wait else work
+    def all_reduce(self, x: torch.Tensor, op: Any = None) -> torch.Tensor:
+        """The sum over the processes, or what `op` says, in place of x."""
+        if x.numel():
+            dist.all_reduce(x, op or dist.ReduceOp.SUM, self.group)
+        return x
+
+    def start_all_reduce(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Returns what waits for the sum, which is then in place of x, and gives it."""
+        work = dist.all_reduce(x, group=self.group, async_op=True) if x.numel() else None
+
+        def finish() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return x
+
+        return finish
 
     def label_weight(self, class_weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Every token's, 0 where the label is no class."""
@@ -209,9 +220,7 @@ def fused_linear_cross_entropy(
     # Summed over the processes, hidden's gradient is in float32 until all of it is there.
     exact = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     logits = logits_of(spread(exact, shard).to(hidden.dtype), weight, bias, logit_scale)
-    ce, z = token_losses(
-        logits, labels, class_weight, label_smoothing, softcap, z_loss, shard
-    )
+    ce, z = token_losses(logits, labels, class_weight, label_smoothing, softcap, z_loss, shard)
     factors = None
     if reduction == "mean":
         of_label = None if class_weight is None else shard.label_weight(class_weight, labels)

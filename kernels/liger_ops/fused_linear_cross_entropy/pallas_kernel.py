@@ -87,7 +87,7 @@ def _forward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, c
     keeps_logits = plan.keeps_logits and any(need)
 
     def local(
-        hidden, weight, bias, classes, class_weight, weight_sum, factors, axes=settings.vocab_axes
+        hidden, weight, bias, classes, class_weight, weight_sum, factors, axes=settings.manual_axes
     ):
         leading, constants = classes.shape, Constants(class_weight, weight_sum, bias)
         h, y, shard = _local(settings, hidden, weight, classes, axes)
@@ -101,7 +101,8 @@ def _forward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, c
                 settings, now, plan.rows, h, weight, y, constants, upstream=upstream, shard=shard
             )
         assert tokens is not None
-        if settings.vocab_axes:
+        if settings.manual:
+            assert shard is not None
             tokens = pallas_vocab.contribution(tokens, shard)
         statistics = tokens.statistics if any(later) else None
         of_rows = (tokens.ce, tokens.z, tokens.predicted, statistics, logits, gradients.hidden)
@@ -115,6 +116,7 @@ def _forward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, c
         hidden, weight, bias, classes, class_weight,
         _weight_sum(settings, class_weight), factors,
         over=[*rows.split(), "v"], summed=rows.split(), joined="v",
+        joined_axes=settings.vocab_axes,
     )  # fmt: skip
     ce, z, predicted, statistics, logits, *gradients = outputs
     return _Outputs(ce, z, predicted, statistics, logits, Gradients(*gradients))
@@ -122,14 +124,14 @@ def _forward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, c
 
 def _local(settings: Settings, hidden, weight, classes, axes: tuple[str, ...]):
     """A device's hidden and labels as rows, and which of the classes are its own."""
-    shard = pallas_vocab.shard_of(axes, weight.shape[settings.vocab_axis], settings.vocab_axes)
+    shard = pallas_vocab.shard_of(axes, weight.shape[settings.vocab_axis], settings.manual_axes)
     h = hidden.reshape(classes.size, hidden.shape[-1])
     return h, pallas_vocab.own_labels(classes.reshape(-1), shard), shard
 
 
 def _weight_sum(settings: Settings, class_weight: jax.Array | None) -> jax.Array | None:
     total = class_weight_sum(settings.rows, class_weight)
-    return total if total is None else jax.lax.psum(total, settings.vocab_axes)
+    return total if total is None else jax.lax.psum(total, settings.manual_axes)
 
 
 def _head(settings: Settings) -> str:
@@ -165,7 +167,7 @@ def _forward_jvp(settings, plan, need, primals, tangents):
             )
         seen = rows.cap(_seen(rows, jax.lax.stop_gradient(logits), bias))
         statistics, predicted = xla_vocab.statistics(
-            seen, classes, class_weight if rows.keeps_weight else None, settings.vocab_axes
+            seen, classes, class_weight if rows.keeps_weight else None, settings.manual_axes
         )
         return _Outputs(
             ce,
@@ -191,8 +193,8 @@ def _plain_losses(settings: Settings, classes, class_weight) -> Any:
     def losses(hidden, weight, bias):
         given = (hidden, weight, classes, bias, class_weight)
         given = (*given, rows.logit_scale, settings.vocab_axis)
-        if settings.vocab_axes:
-            return xla_vocab.token_losses(*given, *options, settings.vocab_axes)
+        if settings.manual:
+            return xla_vocab.token_losses(*given, *options, settings.manual_axes)
         return xla.token_losses(*given, *options)
 
     return losses
@@ -200,7 +202,7 @@ def _plain_losses(settings: Settings, classes, class_weight) -> Any:
 
 def _hidden_dtype(settings: Settings, hidden: jax.Array) -> Any:
     """Of hidden's gradient: under shard_map not yet rounded, for it is summed over the shards."""
-    return jnp.float32 if settings.vocab_axes else hidden.dtype
+    return jnp.float32 if settings.manual else hidden.dtype
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -214,7 +216,7 @@ def _backward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, 
 
     def local(
         hidden, weight, bias, classes, class_weight, weight_sum, statistics, logits, *d,
-        axes=settings.vocab_axes,
+        axes=settings.manual_axes,
     ):  # fmt: skip
         constants = Constants(class_weight, weight_sum, bias)
         h, y, shard = _local(settings, hidden, weight, classes, axes)
@@ -260,6 +262,7 @@ def _backward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, 
             hidden, weight, bias, classes, class_weight,
             _weight_sum(settings, class_weight), statistics, logits, *upstream,
             over=[*rows.split(), "v"], summed=rows.split(), joined="v",
+            joined_axes=settings.vocab_axes,
         )
     )  # fmt: skip
 
@@ -327,7 +330,7 @@ def _loss_bwd(settings, saved, cotangents):
         )  # fmt: skip
     if factors is not None and any(_in_forward(settings, plan, need)):
         unit = _upstream(settings, factors).normalized()[0] * dloss
-        dtypes = (_hidden_dtype(settings, hidden), weight.dtype, None if bias is None else bias.dtype)
+        dtypes = (_hidden_dtype(settings, hidden), weight.dtype, jnp.float32)
         gradients = Gradients(
             *(
                 late if early is None else pallas_parts.scaled(early, unit, dtype)
@@ -364,12 +367,12 @@ def fused_linear_cross_entropy(
     reduction: str,
     predict: bool,
     vocab_axes: tuple[str, ...] = (),
+    manual: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """loss, z_loss (which carries no gradient) and, if asked for, predicted classes (...).
 
     hidden and weight have one dtype; `classes` is what `cross_entropy.xla.as_classes` returns.
-    vocab_axes: the mesh axes over which the classes are split under shard_map. Elsewhere the
-    arrays' own shardings say so.
+    vocab_axes and manual: as in Settings.
     """
     if logit_scale == 0.0:  # of which no gradient could be divided
         hidden, logit_scale = jnp.zeros_like(hidden), 1.0
@@ -380,9 +383,9 @@ def fused_linear_cross_entropy(
     )  # fmt: skip
     # Only bfloat16 is summed in itself: float16 has not the range.
     sum_dtype = accum_dtype if weight.dtype == jnp.bfloat16 else "float32"
-    settings = Settings(of_kernels, vocab_axis, reduction, sum_dtype, memory, vocab_axes)
+    settings = Settings(of_kernels, vocab_axis, reduction, sum_dtype, memory, vocab_axes, manual)
     label_weight = None
-    if vocab_axes:
+    if manual:
         hidden = hidden.astype(jnp.float32)  # in which the sum over the devices' gradients is
         if class_weight is not None:
             label_weight = xla_vocab.label_weight(class_weight, classes, vocab_axes)
@@ -391,6 +394,6 @@ def fused_linear_cross_entropy(
     given = backend_pallas.match_axes(hidden, weight, bias, classes, class_weight, factors)
     outputs: Any = _loss(settings, *given)
     loss, z, predicted = outputs
-    if vocab_axes:
+    if manual:
         loss, z, predicted = jax.lax.psum((loss, z, predicted), vocab_axes)
     return loss, jax.lax.stop_gradient(z), predicted

@@ -23,7 +23,8 @@ from liger_ops.fused_linear_cross_entropy.pallas_vocab import Shard
 class Settings:
     """What is known before tracing; `rows` is for the kernels, the rest as in the public function.
     sum_dtype is what the weight's gradient is summed in over parts. vocab_axes are the mesh axes
-    over which, under shard_map, the classes are split.
+    over which the classes are split: under shard_map (`manual`), or, of global arrays, besides
+    those over which they are by their sharding.
     """
 
     rows: pallas_rows.Settings
@@ -32,6 +33,11 @@ class Settings:
     sum_dtype: str
     memory: str | int
     vocab_axes: tuple[str, ...] = ()
+    manual: bool = False
+
+    @property
+    def manual_axes(self) -> tuple[str, ...]:
+        return self.vocab_axes if self.manual else ()
 
 
 class Need(NamedTuple):
@@ -228,12 +234,14 @@ def over_blocks(
     computed once more, each in one product and cast once.
     """
     axis, vocab = settings.vocab_axis, weight.shape[settings.vocab_axis]
+    block = min(block, vocab)  # of a shard there may be fewer than the plan was made for
 
     def step(first: jax.Array, width: int, dweight: jax.Array) -> jax.Array:
         part = jax.lax.dynamic_slice_in_dim(weight, first, width, axis)
         dlogits, _ = pallas_rows.backward(
             settings.rows, logits_of(settings, hidden, part), classes, constants, statistics,
-            *upstream, first_class=first[None], vocab=pallas_vocab.size(shard) or vocab, in_place=True,
+            *upstream, first_class=first[None], vocab=pallas_vocab.size(shard) or vocab,
+            in_place=True,
         )  # fmt: skip
         dtype = weight.dtype if unit is None else jnp.float32
         its_gradient = weight_gradient(settings, dlogits, hidden, dtype)

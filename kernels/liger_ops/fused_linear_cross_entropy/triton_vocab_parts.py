@@ -1,11 +1,11 @@
-"""The loops over parts of the rows, or of the classes, of one process's part of a head whose classes
-are split over a process group.
+"""One process's part of a head whose classes are split over a process group: the loops over parts
+of the rows, or of its classes.
 
 Each part's logits give a few numbers a token, which are added up over the group; the gradient then
 follows from those as in one process. The kernels are those of cross-entropy.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -153,19 +153,17 @@ class ShardGradients(Gradients):
         if self.dbias is not None:
             triton_launch.add_bias_gradient(*given, into=self.dbias, **of_shard)
         triton_launch.backward(*given, None, into=logits, **of_shard)
-        hidden, total, pending = inputs.hidden[part], None, None
+        hidden, finish = inputs.hidden[part], None
         if self.dhidden is not None:
             total = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
             product(logits, inputs.weight, total, self.scale)
-            pending = shard.all_reduce(total, wait=False)  # while the next product runs
+            finish = shard.start_all_reduce(total)  # while the next product runs
         if self.sum is not None:
             product(logits.t(), hidden, self.sum, self.scale, 0.0 if part.start == 0 else 1.0)
         elif self.dweight is not None:
             product(logits.t(), hidden, self.dweight, self.scale)
-        if self.dhidden is not None:
-            if pending is not None:
-                pending.wait()
-            self.dhidden[part].copy_(total)
+        if self.dhidden is not None and finish is not None:
+            self.dhidden[part].copy_(finish())
 
 
 def product(a, b, into: torch.Tensor, alpha: float = 1.0, beta: float = 0.0) -> None:
@@ -210,8 +208,9 @@ def over_parts(
             assert dloss is not None
             d = dloss if dloss.dim() == 0 else dloss[part]
             gradients.add_part(
-                part, inputs, its_rows, logits, shared, settings, statistics[part], factors, d, shard
-            )
+                part, inputs, its_rows, logits, shared, settings, statistics[part], factors, d,
+                shard,
+            )  # fmt: skip
     return scratch if len(parts) == 1 and gradients is None else None
 
 

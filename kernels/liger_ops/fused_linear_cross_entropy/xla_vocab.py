@@ -93,7 +93,8 @@ def losses_of(
     size, ignored = logits.shape[-1], classes == IGNORED
     vocab = size * jax.lax.axis_size(axes)
     own, y = _own(classes, size, axes)
-    logits = jnp.where(ignored[..., None], 0.0, logits)  # what an ignored row holds is not looked at
+    # What an ignored row holds is not looked at.
+    logits = jnp.where(ignored[..., None], 0.0, logits)
     l = seen(logits, softcap)  # noqa: E741
     top = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(l, axis=-1)), axes)
     above = l - top[..., None]
