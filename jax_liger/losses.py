@@ -144,11 +144,12 @@ def fused_linear_cross_entropy(
             small beside the sum; weights of another dtype than bfloat16 are summed in float32.
         vocab_axis: the dimension of weight that the classes are: 0 or 1.
         vocab_mesh_axis: the axis of a mesh, or axes, over whose devices the classes are split
-            evenly. Under shard_map each gives its own classes of weight, bias and class_weight, the
-            same hidden and the same labels, which count the classes of all. Under jit, with
-            `jax.set_mesh`, all are global arrays, and this has them split so; None leaves them
-            split as they are. Only a few numbers a token cross devices, and in the backward the sum
-            of hidden's gradient.
+            evenly. Only a few numbers a token cross them, and the sum of hidden's gradient. Under
+            shard_map each device gives its own classes of weight, bias and class_weight, the same
+            hidden and the same labels, which count the classes of all; with check_vma=False a
+            gradient taken inside is, as that of any psum, the one of all devices' losses together.
+            Under jit, with `jax.set_mesh`, all are global arrays, and this has them split so; None
+            leaves the kernel to split them as they are.
         memory: "fast"; "least", which computes the logits once more and keeps no float32 sum; or
             the bytes that may be used beside the inputs and the gradients.
         ignore_index: tokens with this label count for nothing and get zeros as gradient.

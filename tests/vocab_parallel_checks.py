@@ -100,17 +100,21 @@ def run_and_collectives(settings, arrays):
     """
     compiled = jax.jit(gradients(settings)).lower(*arrays).compile()
     found, text = [], compiled.as_text()
+    bodies = set(re.findall(r"body=%?([\w.-]+)", text))
+    kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+    pattern = rf"= (.*?) ({kinds})(-start)?\("
     for computation in re.split(r"\n(?=\S)", text):
+        # A GPU's program has computations of other kinds as well.
+        name = re.match(r"(?:ENTRY )?%?([\w.-]*)", computation)[1]
+        in_loop = name in bodies if PLATFORM == "gpu" else not computation.startswith("ENTRY")
         for line in computation.splitlines():
-            match = re.search(
-                r"= (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)"
-                r"(?:-start)?\(", line,
-            )  # fmt: skip
+            match = re.search(pattern, line)
             if match:
-                in_loop = not computation.startswith("ENTRY")
-                for dims in re.findall(r"\w+\[([\d,]*)\]", match[1]):
-                    shape = tuple(int(n) for n in dims.split(",") if n)
-                    found.append((match[2], shape, in_loop))
+                shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+                if match[3] and match[2] != "all-reduce":  # has its inputs' shapes first
+                    shapes = shapes[len(shapes) // 2 :]
+                shapes = [tuple(int(n) for n in shape.split(",") if n) for shape in shapes]
+                found += [(match[2], shape, in_loop) for shape in shapes]
     return compiled(*arrays), found
 
 
