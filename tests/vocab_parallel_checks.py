@@ -209,7 +209,6 @@ def fsdp_weights_are_gathered_once():
     for kind, weight, reduction, memory in (
         (AxisType.Auto, P(axis), "none", part), (AxisType.Auto, P(None, axis), "mean", part),
         (AxisType.Auto, P(None, axis), "mean", "fast"), (AxisType.Explicit, P(axis), "none", part),
-        (AxisType.Explicit, P(None, axis), "mean", part),
     ):  # fmt: skip
         mesh = tensor_mesh(kind)
         given = place(mesh, arrays, (P(axis), weight, P(), P(axis), P()))
@@ -226,8 +225,8 @@ def against_the_oracle():
     from compare import assert_matches_oracle  # which wants PyTorch
 
     names = {f"everything-{plan}" for plan in ("kept-none", "parts-mean", "blocks-mean")}
-    few = [case for case in cases.CASES if case.name in names and case.dtype != "float32"]
-    assert len(few) == 4
+    few = [case for case in cases.CASES if case.name in names and case.dtype == "bfloat16"]
+    assert len(few) == 3
     for case in few if PLATFORM == "cpu" else cases.CASES:
         if case.vocab % DEVICES:
             continue

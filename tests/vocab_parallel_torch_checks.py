@@ -1,5 +1,5 @@
-"""Run by test_vocab_parallel.py, once a process: `RANK PROCESSES FILE cpu|cuda`, where FILE is the
-processes' meeting point.
+"""Run by test_vocab_parallel_torch.py, once a process: RANK PROCESSES FILE cpu|cuda, where FILE is
+the processes' meeting point.
 
 Prints one line a check: its name, then "ok" or what went wrong.
 """
