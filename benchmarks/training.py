@@ -7,8 +7,9 @@
     lora_torch  a Qwen2 of 7.6 B (2.5 7B's shape), LoRA of rank 64 on all linears, 4 x 2048 tokens
 
 All candidates of one call run in one process, each on a model of its own with fresh random weights
-and tokens. Everything is bfloat16 with AdamW, but for LoRA's adapters, which are PEFT's float32. A step's loss must be near ln V, which it is where
-nothing has been learnt; what candidates do to the loss is for the tests.
+and tokens. Everything is bfloat16 with AdamW, but for LoRA's adapters, which are PEFT's float32. A
+step's loss must be near ln V, which it is where nothing has been learnt; what candidates do to the
+loss is for the tests.
 """
 
 import argparse

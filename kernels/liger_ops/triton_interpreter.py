@@ -52,7 +52,8 @@ def _numbers(handle: Any) -> Any:
 
 def _multiply_bfloat16() -> None:
     """The interpreter's product takes bfloat16's bits for integers."""
-    dot = interpreter.InterpreterBuilder.create_dot
+    builder: Any = interpreter.InterpreterBuilder
+    dot = builder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
         if a.dtype.scalar != tl.bfloat16:
@@ -60,7 +61,7 @@ def _multiply_bfloat16() -> None:
         product = np.matmul(_numbers(a), _numbers(b), dtype=np.float32)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
-    interpreter.InterpreterBuilder.create_dot = create_dot
+    builder.create_dot = create_dot
 
 
 def _add_by_descriptor() -> None:
@@ -74,4 +75,5 @@ def _add_by_descriptor() -> None:
         total = interpreter.TensorHandle(total.astype(value.data.dtype), value.dtype.scalar)
         self.create_descriptor_store(desc, total, indices)
 
-    interpreter.InterpreterBuilder.create_descriptor_reduce = create_descriptor_reduce
+    builder: Any = interpreter.InterpreterBuilder
+    builder.create_descriptor_reduce = create_descriptor_reduce

@@ -91,4 +91,4 @@ def _saved(head: Any) -> Any:
 def hooked(module: torch.nn.Module) -> bool:
     """Whether a call of the module does more than its forward."""
     everywhere = torch.nn.modules.module._has_any_global_hook()
-    return everywhere or any(getattr(module, name) for name in _HOOKS)
+    return bool(everywhere) or any(getattr(module, name) for name in _HOOKS)

@@ -52,8 +52,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss, *_):  # type: ignore[override]
-        *given, order, live, statistics, factors = ctx.saved_tensors
-        inputs = Inputs(*given, Products(order, live))
+        hidden, weight, labels, *rest, order, live, statistics, factors = ctx.saved_tensors
+        inputs = Inputs(hidden, weight, labels, *rest, products=Products(order, live))
         if dloss is None:
             return (None,) * 7
         settings, sum_dtype, _ = ctx.options

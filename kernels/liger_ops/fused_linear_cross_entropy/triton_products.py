@@ -5,6 +5,8 @@ ignored ones cost nothing and nobody waits for their number, and it adds a produ
 while the next tile is being multiplied.
 """
 
+# tl.range: pyright: reportGeneralTypeIssues=false
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,8 +203,8 @@ class Products:
         Where its tiles would leave a third of the GPU idle it is the library's, which cuts the sum
         over the classes as well.
         """
-        if self.live is None or _idle(*into.shape, into.device) > 1 / 3:
-            _library(dlogits, weight, into, scale)
+        if self.live is None or _idle(len(into), into.shape[1], into.device) > 1 / 3:
+            library_product(dlogits, weight, into, scale)
         else:
             self._launch(dlogits, weight, into.zero_(), first_row, scale)
 
@@ -211,20 +213,21 @@ class Products:
     ) -> None:
         """scale dlogits^T hidden, added to `into` where `add`."""
         if self.live is None:
-            _library(dlogits.t(), hidden, into, scale, 1.0 if add else 0.0)
+            library_product(dlogits.t(), hidden, into, scale, 1.0 if add else 0.0)
         else:
             self._launch(dlogits, hidden, into, first_row, scale, a_across=True, add=add)
 
     def _launch(
         self, a, b, c, first_row, scale=1.0, *, a_across=False, b_across=False, add=False
     ) -> None:
+        kernel: Any = _product_kernel
         config = Config.for_sum(c.element_size())
         m, n, k = config.block_m, config.block_n, config.block_k
         depth, width = (a.shape[0], b.shape[1]) if a_across else (a.shape[1], c.shape[1])
         programs = backend_triton.multiprocessors(c.device)
         descriptor = TensorDescriptor.from_tensor
         with torch.cuda.device_of(c):
-            _product_kernel[(programs,)](
+            kernel[(programs,)](
                 descriptor(a, [k, m] if a_across else [m, k]),
                 descriptor(b, [n, k] if b_across else [k, n]),
                 descriptor(c, [m, n // config.pieces]),
@@ -241,7 +244,7 @@ def _idle(rows: int, columns: int, device: torch.device) -> float:
     return 1.0 - tiles / (triton.cdiv(tiles, programs) * programs)
 
 
-def _library(a: Any, b: Any, into: torch.Tensor, alpha: float, beta: float = 0.0) -> None:
+def library_product(a: Any, b: Any, into: torch.Tensor, alpha: float, beta: float = 0.0) -> None:
     """into = alpha a b + beta into, of matrices of one dtype; a float32 `into` sums in float32."""
     if beta == 0.0 and torch.compiler.is_compiling():
         into.zero_()  # inductor multiplies by beta even then, and what is there may be a NaN

@@ -15,6 +15,7 @@ from liger_ops.cross_entropy.triton_launch import Constants, Settings, Tokens
 from liger_ops.fused_linear_cross_entropy.cases import Plan
 from liger_ops.fused_linear_cross_entropy.eager_vocab import IGNORED, Shard
 from liger_ops.fused_linear_cross_entropy.triton_parts import Gradients, parts_of
+from liger_ops.fused_linear_cross_entropy.triton_products import library_product
 
 
 class Inputs(NamedTuple):
@@ -156,24 +157,16 @@ class ShardGradients(Gradients):
         hidden, finish = inputs.hidden[part], None
         if self.dhidden is not None:
             total = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
-            product(logits, inputs.weight, total, self.scale)
+            library_product(logits, inputs.weight, total, self.scale)
             finish = shard.start_all_reduce(total)  # while the next product runs
         if self.sum is not None:
-            product(logits.t(), hidden, self.sum, self.scale, 0.0 if part.start == 0 else 1.0)
+            library_product(
+                logits.t(), hidden, self.sum, self.scale, 0.0 if part.start == 0 else 1.0
+            )
         elif self.dweight is not None:
-            product(logits.t(), hidden, self.dweight, self.scale)
+            library_product(logits.t(), hidden, self.dweight, self.scale)
         if self.dhidden is not None and finish is not None:
             self.dhidden[part].copy_(finish())
-
-
-def product(a, b, into: torch.Tensor, alpha: float = 1.0, beta: float = 0.0) -> None:
-    """into = alpha a b + beta into, of matrices of one dtype; a float32 `into` sums in float32."""
-    if a.dtype == into.dtype:
-        torch.addmm(into, a, b, beta=beta, alpha=alpha, out=into)
-    elif a.is_cuda:
-        torch.addmm(into, a, b, out_dtype=into.dtype, beta=beta, alpha=alpha, out=into)
-    else:  # the library has this product for GPUs alone
-        torch.addmm(into, a.float(), b.float(), beta=beta, alpha=alpha, out=into)
 
 
 def over_parts(
@@ -226,4 +219,4 @@ def weight_by_blocks(
             logits, rows.labels, shared.constants, settings, statistics, factors, dloss, None,
             logits, first_class=block.start, vocab=shard.vocab, label_weight=rows.label_weight,
         )  # fmt: skip
-        product(logits.t(), inputs.hidden, gradients.dweight[block], gradients.scale)
+        library_product(logits.t(), inputs.hidden, gradients.dweight[block], gradients.scale)
