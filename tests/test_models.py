@@ -15,34 +15,46 @@ from model_cases import CASES, LENGTH
 LOGITS_BOUND, GRADIENTS_BOUND = 1e-5, 1e-4
 
 
-@pytest.fixture(autouse=True)
-def _full_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+def _loss_and_logits(model, batch):
+    return loss_fn(model, batch), model(batch["input_ids"])
+
+
+_compared = model_cases.quick_jit(jax.value_and_grad(_loss_and_logits, has_aux=True))
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """transformers' model of a case, and the folder that it is saved in."""
+def results(tmp_path_factory):
+    """Loss, logits (B, T, V), and a folder with the gradients as if they were the weights."""
 
     @functools.cache
-    def make(name):
+    def both(name):
         folder = tmp_path_factory.mktemp("checkpoint")
-        return model_cases.checkpoint(CASES[name], folder), folder
+        ids, labels = model_cases.tokens(), model_cases.tokens(seed=2)
+        labels[:, :9] = -100
 
-    return make
+        theirs = model_cases.checkpoint(CASES[name], folder / "weights")
+        longs = {"input_ids": torch.as_tensor(ids).long(), "labels": torch.as_tensor(labels).long()}
+        out = theirs(**longs, use_cache=False)
+        out.loss.backward()
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                parameter.copy_(parameter.grad)
+        theirs.save_pretrained(folder / "theirs")
 
+        model = from_pretrained(folder / "weights")
+        with jax.default_matmul_precision("highest"):
+            (loss, logits), gradients = _compared(model, {"input_ids": ids, "labels": labels})
+        save_pretrained(gradients, folder / "ours")  # of the model's own structure
+        ours = float(loss), np.asarray(logits), folder / "ours"
+        return ours, (out.loss.item(), out.logits.detach().numpy(), folder / "theirs")
 
-logits_of = model_cases.quick_jit(lambda model, ids: model(ids))
-gradients_of = model_cases.quick_jit(jax.value_and_grad(loss_fn))
+    return both
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_equal_at_every_position(saved, name):
-    theirs, folder = saved(name)
-    ids = model_cases.tokens()
-    want = model_cases.hf_logits(theirs, ids)
-    error = model_cases.relative(logits_of(from_pretrained(folder), ids), want)
+def test_logits_are_equal_at_every_position(results, name):
+    (_, got, _), (_, want, _) = results(name)
+    error = model_cases.relative(got, want)
     assert error.shape == (2, LENGTH)
     assert error.max() < LOGITS_BOUND
     # Flat: a wrong pairing of the rotated features is right at position 0 and grows from there.
@@ -50,32 +62,12 @@ def test_logits_are_equal_at_every_position(saved, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_equal_through_the_mapping(saved, name, tmp_path):
+def test_gradients_are_equal_through_the_mapping(results, name):
     """Both models' gradients are saved as checkpoints, whose tensors must then be equal."""
-    theirs, folder = saved(name)
-    ids, labels = model_cases.tokens(), model_cases.tokens(seed=2)
-    labels[:, :9] = -100
-    theirs.zero_grad()
-    longs = {"input_ids": torch.as_tensor(ids).long(), "labels": torch.as_tensor(labels).long()}
-    want_loss = theirs(**longs, use_cache=False).loss
-    want_loss.backward()
-
-    model = from_pretrained(folder)
-    loss, gradients = gradients_of(model, {"input_ids": ids, "labels": labels})
-    np.testing.assert_allclose(float(loss), want_loss.item(), rtol=2e-6)
-
-    save_pretrained(gradients, tmp_path / "ours")  # of the model's own structure
-    values = {key: p.detach().clone() for key, p in theirs.named_parameters()}
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.copy_(p.grad)
-    theirs.save_pretrained(tmp_path / "theirs")
-    with torch.no_grad():
-        for key, p in theirs.named_parameters():
-            p.copy_(values[key])
-
-    ours, want = (model_cases.tensors_of(tmp_path / who) for who in ("ours", "theirs"))
-    assert ours.keys() == want.keys()
-    for key in want:
-        error = (ours[key] - want[key]).abs().max() / want[key].abs().max()
+    (loss, _, ours), (want_loss, _, theirs) = results(name)
+    np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
+    ours, theirs = model_cases.tensors_of(ours), model_cases.tensors_of(theirs)
+    assert ours.keys() == theirs.keys()
+    for key, want in theirs.items():
+        error = (ours[key] - want).abs().max() / want.abs().max()
         assert error < GRADIENTS_BOUND, f"{key}: {error}"

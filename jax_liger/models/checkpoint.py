@@ -1,5 +1,6 @@
 """Models from and to Hugging Face checkpoints, one tensor at a time."""
 
+import functools
 import json
 import os
 import re
@@ -252,8 +253,9 @@ def _open(folder: Path) -> dict[str, np.ndarray]:
     return {key: files[file][key] for key, file in weight_map.items()}
 
 
+@functools.lru_cache(maxsize=8)
 def _abstract(config: Config) -> CausalLM:
-    """The config's model, with shapes for parameters."""
+    """The config's model, with shapes for parameters. It is for looking at only."""
     return nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0)))
 
 
