@@ -10,8 +10,10 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import jax_liger
+from jax_liger import models
 from liger_ops import backend_pallas
 from liger_ops.cross_entropy.cases import EVERYTHING
 
@@ -299,3 +301,23 @@ def test_rms_norm_linear_rope(
         axes = (0, *(None,) * (len(args) - 1))
         text = backend_pallas.lower_to_cuda(jax.vmap(call, axes), *batched, *args[1:])
         assert backend_pallas.is_triton_call(text)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "mixtral"])
+def test_a_models_gradients(model_type):
+    fields = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, head_dim=64)
+    fields |= dict(num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8)
+    config = models.Config.from_hf(
+        {"model_type": model_type, **fields, "num_local_experts": 8 * (model_type == "mixtral")},
+        dtype="bfloat16",
+        implementation="pallas",
+        remat="cheap",
+    )
+    model = nnx.eval_shape(lambda: models.CausalLM(config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(model)
+
+    def gradients(state, ids):
+        return jax.grad(models.loss_fn)(nnx.merge(graphdef, state), {"input_ids": ids})
+
+    (ids,) = shapes((8, 2048), dtype="int32")
+    assert backend_pallas.is_triton_call(backend_pallas.lower_to_cuda(gradients, state, ids))
