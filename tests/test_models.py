@@ -11,8 +11,9 @@ import model_cases
 from jax_liger.models import from_pretrained, loss_fn, save_pretrained
 from model_cases import CASES, LENGTH
 
-# In float32 with full precision. Measured: at most 2.3e-6 for logits and 1.2e-5 for gradients.
-LOGITS_BOUND, GRADIENTS_BOUND = 1e-5, 1e-4
+# In float32 with full precision. Measured on a CPU: at most 1.8e-6 for logits, of the largest one,
+# and 3.3e-6 for gradients, of each tensor's largest.
+LOGITS_BOUND, GRADIENTS_BOUND = 1e-5, 3e-5
 
 
 def _loss_and_logits(model, batch):

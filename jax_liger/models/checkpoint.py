@@ -146,7 +146,7 @@ class _Assembled:
     def __init__(self, pieces: list[Piece], tensors: Tensors, dtype: Any):
         self.views = []
         for piece in pieces:
-            view = tensors[piece.key][piece.rows] if tensors[piece.key].ndim else tensors[piece.key]
+            view = tensors[piece.key][piece.rows]
             view = view.T if piece.transposed else view
             self.views.append(view[None] if piece.stacked else view)
         self.axis, self.dtype = pieces[0].axis, dtype
