@@ -5,7 +5,8 @@ ignored ones cost nothing and nobody waits for their number, and it adds a produ
 while the next tile is being multiplied.
 """
 
-# tl.range: pyright: reportGeneralTypeIssues=false
+# tl.range, and constexprs:
+# pyright: reportGeneralTypeIssues=false
 
 from dataclasses import dataclass
 from typing import Any
