@@ -10,8 +10,7 @@ from liger_ops.cross_entropy.oracle import Arguments
 from liger_ops.drawing import DTYPES, draw_normal
 
 MIB = 2**20
-FAST = 2252 * MIB  # for everything, or
-SCRATCH = 250 * MIB  # for logits beside a float32 sum of the weight's gradient
+SCRATCH = 250 * MIB  # of logits beside a float32 sum of the weight's gradient
 ALONE = 400 * MIB  # of logits where there is no such sum
 LEAST = 256 * MIB
 ROWS = 128  # parts are multiples of so many rows, which a matrix product's tiles fill
@@ -64,7 +63,7 @@ class Plan:
         in_float32 = needs_weight and sum_itemsize > itemsize
         sum_bytes = vocab * dim * sum_itemsize if in_float32 else 0
         if memory == "fast":
-            budget = max(FAST, sum_bytes + SCRATCH) if in_float32 else ALONE
+            budget = sum_bytes + (SCRATCH if in_float32 else ALONE)
         else:
             budget = LEAST if memory == "least" else int(memory)
         if rows * row_bytes <= budget:
