@@ -242,7 +242,21 @@ def test_enough_sets_to_miss_the_cache(monkeypatch):
     assert timing.sets_for(2, 3) == timing.MOST_SETS
 
 
-@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("results/*.json")), ids=lambda p: p.stem)
+RESULTS = sorted(BENCHMARKS.glob("results/*.json"))
+TRAINING = [path for path in RESULTS if path.stem.startswith("training_")]
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda p: p.stem)
+def test_training_steps_kept_here_are_as_the_script_writes_them(path):
+    result = json.loads(path.read_text())
+    assert result["command"].startswith("python benchmarks/training.py ") and result["versions"]
+    for row in result["rows"]:
+        assert row["work"] in result["command"] and row["gibibytes"] > 1.0
+        assert row["tokens_per_second"] > 1e3 and 0.0 < row["mfu"] < 1.0
+        assert abs(row["loss"] - 11.8) < 2.0 and len(row["seconds"]) == 10
+
+
+@pytest.mark.parametrize("path", [p for p in RESULTS if p not in TRAINING], ids=lambda p: p.stem)
 def test_results_kept_here_can_be_drawn_and_printed(path, tmp_path):
     result = json.loads(path.read_text())
     for row in result["rows"]:
