@@ -35,7 +35,7 @@ TYPE_NAMES = {"i32", "fp32", "fp64", "*fp32", "*bf16", "*fp16", "*i32", "*i64"}
 TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 
 
-def compile_kernel(kernel: Any, arguments: dict[str, Any], num_warps: int, **options: Any) -> None:
+def compile_kernel(kernel: Any, arguments: dict[str, Any], num_warps: int, **options: Any) -> Any:
     """`arguments`: a type for what is given at run time, anything else is a constant."""
     names = kernel.arg_names
     is_type = lambda value: (  # noqa: E731
@@ -53,6 +53,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], num_warps: int, **opt
     )
     compiled = compile(source, target=TARGET, options={"num_warps": num_warps, **options})
     print(kernel.__name__, compiled.metadata.shared, flush=True)
+    return compiled
 
 
 def rms_norm(
@@ -216,20 +217,49 @@ def rms_norm_linear_rope(
         **{name: pointer for name in ("x_ptr", "weight_ptr", "q_ptr", "k_ptr", "v_ptr")},
         **{name: extra for name in ("bias_ptr", "q_norm_ptr", "k_norm_ptr")},
         "norm_ptr": pointer if norm else None, "cos_ptr": "*fp32", "sin_ptr": "*fp32",
-        "r_ptr": "*fp32" if norm and dtype == "float16" else None, "eps": scalar, "offset": scalar,
+        "r_ptr": "*fp32" if not norm or dtype == "float16" else None,
+        "eps": scalar, "offset": scalar,
         "D": 4096 if norm else 1000, "N": heads, "K": kv_heads, "H": head_dim, "R": rotary_dim,
         "BLOCK_ROWS": config.block_rows, "HEADS": of_tile, "HALF": half, "SHARES": shares,
         "BLOCK_D": config.block_dim, "GROUP": config.group, "PRECISION": "ieee",
         "COLUMN_BLOCKS": config.column_blocks(heads, kv_heads, head_dim),
     }  # fmt: skip
     options = {"num_stages": config.num_stages}
-    compile_kernel(triton_product.tile_kernel, arguments, config.num_warps, **options)
-    if rotary_dim != head_dim or norm or TARGET.arch < 90:
-        return
-    of_type = pointer.removeprefix("*")
-    arguments["x_desc"] = f"tensordesc<{of_type}[{config.block_rows},{config.block_dim}]>"
-    arguments["weight_desc"] = f"tensordesc<{of_type}[{of_tile * head_dim},{config.block_dim}]>"
-    compile_kernel(triton_product.persistent_kernel, arguments, config.num_warps, **options)
+    tile = compile_kernel(triton_product.tile_kernel, arguments, config.num_warps, **options)
+    if not norm and not everything:  # x is multiplied, and nothing else is made of it
+        assert "tt.dot" in tile.asm["ttir"] and "tt.reduce" not in tile.asm["ttir"]
+    scales = {name: arguments.get(name) for name in triton_product.scale_kernel.arg_names}
+    scales |= {"r_ptr": "*fp32", "BLOCK_D": 4096 if norm else 1024}
+    compile_kernel(triton_product.scale_kernel, scales, 4)
+
+
+def rms_norm_linear_rope_persistent(
+    config: ProductConfig, head_dim: int, everything: bool, dtype: str = "bfloat16"
+) -> None:
+    heads, kv_heads, pointer = 32, 8, TYPES[dtype]
+    of_tile, half, _ = config.tile(head_dim)
+    extra, names = pointer if everything else None, triton_product.persistent_kernel.arg_names
+
+    def blocks(*shape: int) -> str:
+        return f"tensordesc<{pointer.removeprefix('*')}[{','.join(map(str, shape))}]>"
+
+    arguments = {
+        **{name: "i32" for name in names if "stride" in name}, "num_rows": "i32", "T": "i32",
+        **{name: extra for name in ("bias_ptr", "q_norm_ptr", "k_norm_ptr")},
+        **{name: "*fp32" for name in ("cos_ptr", "sin_ptr", "r_ptr")}, "eps": "fp32",
+        "x_desc": blocks(config.block_rows, config.block_dim),
+        "weight_desc": blocks(of_tile * head_dim, config.block_dim),
+        **{name: blocks(config.block_rows, of_tile, half // 2)
+           for name in ("q_desc", "k_desc", "v_desc")},
+        "offset": "fp32", "D": 4096, "N": heads, "K": kv_heads, "H": head_dim,
+        "BLOCK_ROWS": config.block_rows, "HEADS": of_tile, "BLOCK_D": config.block_dim,
+        "GROUP": config.group, "PRECISION": "tf32",
+        "COLUMN_BLOCKS": config.column_blocks(heads, kv_heads, head_dim),
+    }  # fmt: skip
+    options = {"num_stages": config.num_stages}
+    options |= {"num_warps": config.num_warps}
+    compiled = compile_kernel(triton_product.persistent_kernel, arguments, **options)
+    assert everything or "tt.reduce" not in compiled.asm["ttir"]
 
 
 if __name__ == "__main__":
@@ -243,6 +273,13 @@ if __name__ == "__main__":
     for dtype in TYPES:
         rms_norm_linear_rope(8192, 64, 64, dtype, norm=False, everything=True)
     rms_norm_linear_rope(8192, 128, 32, "bfloat16", norm=True, everything=True)
+    if TARGET.arch == 90:
+        for rows, columns, stages in ((128, 256, 4), (256, 128, 4), (128, 128, 4)):
+            persistent = ProductConfig(rows, columns, 64, 8, stages, "weight", persistent=True)
+            assert persistent.bytes_of(2) <= 227 * 1024
+            rms_norm_linear_rope_persistent(persistent, 128, everything=False)
+            rms_norm_linear_rope_persistent(persistent, 64, everything=True)
+    rms_norm_linear_rope(8192, 128, 128, "bfloat16", norm=False, everything=False)
     rms_norm_linear_rope(16, 80, 80, "bfloat16", norm=True, everything=True, scalar="fp64")
     for classes, dtype, everything in itertools.product((1000, 128256), TYPES, (False, True)):
         cross_entropy(classes, dtype, everything)

@@ -13,7 +13,8 @@ from liger_ops.rope.cases import power_of_two
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernels cut the product into tiles. None of it is measured on a GPU yet.
+    """How the kernels cut the product into tiles; docs/rms_norm_linear_rope.md has what an H200
+    showed of them, which is little yet.
 
     Attributes:
         block_rows, block_columns, block_dim: of a tile, and of one step of it along D, powers of
@@ -21,12 +22,15 @@ class Config:
             every pair; see `tile`.
         num_warps, num_stages: the latter are steps whose loads are under way.
         scales: what the norm's weight is multiplied into. "x": a tile of x before it is
-            multiplied, in registers. "weight": the projection's weight, beforehand, by one pass
-            over it; tiles are then multiplied as they lie in memory.
+            multiplied, in registers, where its squares are gathered as well. "weight": the
+            projection's weight, beforehand, by one pass over it; tiles of x are then multiplied as
+            they lie in memory, and the rows' scales found beforehand too. As long as such tiles
+            gathered the squares, most of them were wrong on an H200, by 3 to 38 %, and right in
+            interpret mode. What they are now has not run on a GPU, so for_shape does not choose it.
         group: row blocks that share a column block's weights in the cache before the next.
         persistent: Triton alone: one program a multiprocessor, which walks over tiles and loads
-            them by the tensor memory accelerator; needs scales == "weight" and heads that are
-            rotated whole.
+            them by the tensor memory accelerator; needs an x that is multiplied as it lies in
+            memory, and heads that are rotated whole.
     """
 
     block_rows: int
@@ -42,7 +46,7 @@ class Config:
     def for_shape(
         cls, num_rows: int, head_dim: int, head_norms: bool, itemsize: int, shared_memory: int
     ) -> "Config":
-        """The tiles for `num_rows` rows. Not measured on a GPU yet.
+        """The tiles for `num_rows` rows: of kinds that an H200 showed to be right, but not tuned.
 
         The largest tile whose sums fit in registers, where there are rows for it. Up to 16 rows the
         time is that of reading the weight: narrow tiles, so that every multiprocessor reads some.
@@ -61,8 +65,7 @@ class Config:
             rows = 64 if whole <= 256 else max(128 * 128 // whole, 16)
             wanted = cls(rows, max(whole, 128), step, 8 if whole > 128 else 4, 4)
         else:
-            scales = "weight" if num_rows >= 4096 else "x"
-            wanted = cls(128, 256, step, 8, 3, scales)
+            wanted = cls(128, 256, step, 8, 3)
         return wanted.fitted(itemsize, shared_memory)
 
     def fitted(self, itemsize: int, shared_memory: int) -> "Config":
@@ -78,9 +81,15 @@ class Config:
         return config
 
     def bytes_of(self, itemsize: int) -> int:
-        """Of shared memory: the tiles under way and, as large as one of them, what is turned."""
+        """Of shared memory: the tiles under way and one more of x, that is changed. Where it is
+        multiplied as it lies in memory and the program goes on to another tile, a quarter of the
+        results on their way out, and the float32 numbers of half of those, which change layout.
+        """
         tile = (self.block_rows + self.block_columns) * self.block_dim * itemsize
-        return tile * self.num_stages + self.block_rows * self.block_dim * itemsize
+        last = self.block_rows * self.block_dim * itemsize
+        if self.persistent:
+            last = self.block_rows * self.block_columns * (itemsize + 2) // 4 + 1024
+        return tile * self.num_stages + last
 
     def tile(self, head_dim: int) -> tuple[int, int, int]:
         """Heads of a tile, columns of half a head in it, and tiles that make up a head."""

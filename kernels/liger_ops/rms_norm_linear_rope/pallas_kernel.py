@@ -78,12 +78,13 @@ def _run(settings: Settings, *arrays: Any) -> tuple[jax.Array, ...]:
     if settings.out_axis == 1 and (rotary != heads.size or 2 * half * shares != heads.size):
         # A tile's columns do not lie beside each other: the weight is turned, so that D does.
         settings, weight = replace(settings, out_axis=0), weight.T
-    r, raw = None, x.dtype == dtype and norm_weight is None
+    r = None
     if norm_weight is not None and config.scales == "weight" and x.dtype == dtype:
         scale = norm_weight.astype(jnp.float32) + settings.norm.offset
         weight = (weight * jnp.expand_dims(scale, settings.out_axis)).astype(dtype)
-        norm_weight, raw = None, True
-    if dtype == jnp.float16 and not raw:
+        norm_weight = None
+    # Where x is multiplied as it lies in memory, or may have to be scaled before.
+    if (norm_weight is None and x.dtype == dtype) or dtype == jnp.float16:
         mean = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1)
         r = jax.lax.rsqrt(mean + settings.norm.eps).reshape(num_rows)
     q, k, v = backend_pallas.pallas_call(

@@ -2,14 +2,18 @@
 
     rotate(r (x (w + o)) W^T + b),    r = (sum of squares / D + eps)^(-1/2) of a row
 
-x is read once and multiplied as it is; its squares are gathered beside the product. A tile holds
-`heads` heads of one of q, k and v, and of each the features of 2 `half` columns: first `half` with
-the first features of as many pairs, then `half` with their second features. Those that are not
-rotated, beyond R, are dealt out to both. `shares` tiles beside each other make up a head where one
-does not hold it.
+Where x is multiplied as it lies in memory, nothing else may read it: where its squares were added
+up as well, an H200 gave wrong sums (docs/rms_norm_linear_rope.md). So r is found beforehand there,
+and multiplied onto the sums. Where a tile of x is changed in registers before it is multiplied, its
+squares are gathered beside the product.
+
+A tile holds `heads` heads of one of q, k and v, and of each the features of 2 `half` columns: first
+`half` with the first features of as many pairs, then `half` with their second features. Those that
+are not rotated, beyond R, are dealt out to both. `shares` tiles beside each other make up a head
+where one does not hold it.
 
 Refs are whole arrays: x (M, D), the weight either way, cos and sin (T, R) or (M, R), r (M,) or None
-where it is gathered, and as results q (M, N, H), k and v (M, K, H).
+where a changed x gathers it, and as results q (M, N, H), k and v (M, K, H).
 """
 
 from dataclasses import dataclass
@@ -111,6 +115,8 @@ def tile_kernel(
     every_row = num_rows % config.block_rows == 0
     read = row if every_row else jnp.minimum(row, num_rows - 1).astype(jnp.int32)
     r = None if r_ref is None else load(r_ref, read, mask=None)
+    as_it_is = norm_ref is None and x_ref.dtype == weight_ref.dtype
+    assert r is not None or not as_it_is
     axis = settings.out_axis
 
     def across(vector, along: int):  # the weight's tile has columns on `axis`, and D on the other
@@ -133,14 +139,14 @@ def tile_kernel(
             weight_mask = jnp.broadcast_to(weight_mask, shape)
         x = load(x_ref, read[:, None], k[None, :], mask=x_mask)
         weight = load(weight_ref, *indices, mask=weight_mask)
-        x32 = x.astype(jnp.float32)
-        if r is None:
-            squares = squares + jnp.sum(x32 * x32, axis=1)
-        else:  # where x itself, times a weight, may be too large or too small for the dtype
-            x32 = x32 * r[:, None]
-        if norm_ref is not None:
-            x32 = x32 * (load(norm_ref, k, mask=fits).astype(jnp.float32) + offset)[None, :]
-        if norm_ref is not None or r is not None or x.dtype != weight.dtype:
+        if not as_it_is:
+            x32 = x.astype(jnp.float32)
+            if r is None:
+                squares = squares + jnp.sum(x32 * x32, axis=1)
+            else:  # x itself, times a weight, may be too large or too small for the dtype
+                x32 = x32 * r[:, None]
+            if norm_ref is not None:
+                x32 = x32 * (load(norm_ref, k, mask=fits).astype(jnp.float32) + offset)[None, :]
             x = x32.astype(weight.dtype)
         full = settings.full_precision and x.dtype == jnp.float32
         product = jax.lax.dot_general(
@@ -149,13 +155,13 @@ def tile_kernel(
         )  # fmt: skip
         return acc + product, squares
 
-    sums = (
-        jnp.zeros((config.block_rows, of_tile * 2 * half), jnp.float32),
-        jnp.zeros((config.block_rows,), jnp.float32),
-    )
-    acc, squares = for_range(0, pl.cdiv(dim, config.block_dim), step, sums)
+    zeros = jnp.zeros((config.block_rows, of_tile * 2 * half), jnp.float32)
+    squares = None if r_ref is not None else jnp.zeros((config.block_rows,), jnp.float32)
+    acc, squares = for_range(0, pl.cdiv(dim, config.block_dim), step, (zeros, squares))
     if r is None:
-        acc = acc * jax.lax.rsqrt(squares / dim + eps)[:, None]
+        r = jax.lax.rsqrt(squares / dim + eps)
+    if as_it_is or r_ref is None:
+        acc = acc * r[:, None]
     if bias_ref is not None:
         acc = acc + load(bias_ref, column, mask=there).astype(jnp.float32)[None, :]
 

@@ -16,7 +16,11 @@ from liger_ops.rms_norm import triton_kernel as rms_norm
 from liger_ops.rms_norm_linear_rope import eager
 from liger_ops.rms_norm_linear_rope.cases import Config, power_of_two
 from liger_ops.rms_norm_linear_rope.check import Heads, Norm
-from liger_ops.rms_norm_linear_rope.triton_product import persistent_kernel, tile_kernel
+from liger_ops.rms_norm_linear_rope.triton_product import (
+    persistent_kernel,
+    scale_kernel,
+    tile_kernel,
+)
 from liger_ops.rope import triton_kernel as rope
 
 
@@ -39,18 +43,20 @@ class _Persistent(NamedTuple):
     programs: int
     x_block: list[int]
     weight_block: list[int]
+    result_block: list[int]
     arguments: tuple[Any, ...]
     config: Config
 
-    def __call__(self, x, _, weight, bias, q_norm, k_norm, cos, sin, __, q, k, v) -> None:
-        x = x.reshape(-1, x.shape[-1])
-        descriptors = (
-            TensorDescriptor(x, list(x.shape), list(x.stride()), self.x_block),
-            TensorDescriptor(weight, list(weight.shape), list(weight.stride()), self.weight_block),
-        )
+    def __call__(self, x, _, weight, bias, q_norm, k_norm, cos, sin, r, q, k, v) -> None:
+        blocks = self.x_block, self.weight_block, *[self.result_block] * 3
+        results = (y.view(-1, *y.shape[2:]) for y in (q, k, v))
+        descriptors = [
+            TensorDescriptor(t, list(t.shape), list(t.stride()), block)
+            for t, block in zip((x.reshape(-1, x.shape[-1]), weight, *results), blocks, strict=True)
+        ]
         with torch.cuda.device(x.device if x.is_cuda else -1):
             persistent_kernel[(self.programs,)](
-                *descriptors, bias, q_norm, k_norm, cos, sin, q, k, v, *self.arguments,
+                *descriptors, bias, q_norm, k_norm, cos, sin, r, *self.arguments,
                 num_warps=self.config.num_warps,  # type: ignore[call-arg]
                 num_stages=self.config.num_stages,  # type: ignore[call-arg]
             )  # fmt: skip
@@ -59,7 +65,7 @@ class _Persistent(NamedTuple):
 class _Plan(NamedTuple):
     launch: Any
     scales_weight: bool
-    gives_r: bool
+    launch_scales: backend_triton.Launch | None  # of rows, where r comes first
 
 
 # By the arguments' metadata: the plans depend on nothing else.
@@ -80,20 +86,28 @@ def _plan(given: Inputs, heads: Heads, norm: Norm, config: Config | None, precis
         raise ValueError(f"tiles of {config.block_columns} columns do not hold a head to be normed")
     same = x.dtype == weight.dtype
     scales_weight = given.norm_weight is not None and config.scales == "weight" and same
-    raw = same and (scales_weight or given.norm_weight is None)
+    # Then x is multiplied as it lies in memory.
+    as_it_is = same and (scales_weight or given.norm_weight is None)
+    launch_scales = None
+    if as_it_is or weight.dtype == torch.float16:
+        block = min(power_of_two(dim), 4096)
+        launch_scales = backend_triton.Launch(
+            scale_kernel, num_rows, (row_stride(rows(x)), norm.eps), (dim, block), 4
+        )
     column_blocks = config.column_blocks(heads.q, heads.kv, heads.size)
     tiles = -(-num_rows // config.block_rows) * column_blocks
     strides = (*rope.angle_strides(given.cos), *rope.angle_strides(given.sin))
-    if config.persistent and raw and _fits_descriptors(given, heads):
+    if config.persistent and as_it_is and _fits_descriptors(given, heads):
         launch = _Persistent(
             min(tiles, backend_triton.multiprocessors(x.device)),
             [config.block_rows, config.block_dim],
             [of_tile * heads.size, config.block_dim],
+            [config.block_rows, of_tile, heads.size // 4],
             (num_rows, time, *strides, norm.eps, norm.offset, dim, *heads, config.block_rows,
              of_tile, config.block_dim, config.group, column_blocks, precision),
             config,
         )  # fmt: skip
-        return _Plan(launch if tiles else None, scales_weight, False)
+        return _Plan(launch if tiles else None, scales_weight, launch_scales)
     launch = backend_triton.Launch(
         tile_kernel,
         tiles,
@@ -104,8 +118,7 @@ def _plan(given: Inputs, heads: Heads, norm: Norm, config: Config | None, precis
         config.num_warps,
         num_stages=config.num_stages,
     )  # fmt: skip
-    gives_r = weight.dtype == torch.float16 and not raw
-    return _Plan(launch if tiles else None, scales_weight, gives_r)
+    return _Plan(launch if tiles else None, scales_weight, launch_scales)
 
 
 def _fits_descriptors(given: Inputs, heads: Heads) -> bool:
@@ -116,7 +129,9 @@ def _fits_descriptors(given: Inputs, heads: Heads) -> bool:
         row_stride(rows(t)) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
         for t in (given.x, given.weight)
     )
-    return aligned and heads.size == power_of_two(heads.size) and heads.size >= 16
+    # The least that a descriptor's block has of a row is 16 bytes, and results go by quarter heads.
+    least = 4 * 16 // given.weight.element_size()
+    return aligned and heads.size == power_of_two(heads.size) and heads.size >= least
 
 
 def _forward(
@@ -142,9 +157,9 @@ def _forward(
     norm_weight, r = dense(given.norm_weight), None
     if plan.scales_weight:
         weight, norm_weight = _scaled(weight, given.norm_weight, norm.offset), None
-    if plan.gives_r:
-        length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-        r = torch.rsqrt(length.square() / x.shape[-1] + norm.eps)
+    if plan.launch_scales is not None:
+        r = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        plan.launch_scales(rows(x), r)
     plan.launch(
         rows(x), norm_weight, rows(weight), dense(given.bias), dense(given.q_norm_weight),
         dense(given.k_norm_weight), given.cos, given.sin, r, q, k, v,

@@ -1,7 +1,12 @@
 """The Triton kernels of rms_norm_linear_rope: one tile a program, or one program that walks over
-tiles. Both read x once, multiply it as it is, and gather its squares beside the product:
+tiles, and the rows' scales where those come first.
 
     rotate(r (x (w + o)) W^T + b),    r = (sum of squares / D + eps)^(-1/2) of a row
+
+Where x is multiplied as it lies in memory, nothing else may read it: where its squares were added
+up as well, an H200 gave wrong sums (docs/rms_norm_linear_rope.md). So r is found beforehand there,
+and multiplied onto the sums. Where a tile of x is changed in registers before it is multiplied, its
+squares are gathered beside the product.
 """
 
 # tl.range, and names that exist on one side of a constexpr:
@@ -10,7 +15,34 @@ tiles. Both read x once, multiply it as it is, and gather its squares beside the
 import triton
 import triton.language as tl
 
-from liger_ops.rms_norm_linear_rope.triton_tiles import columns_of, place_of, rotate_and_store
+from liger_ops.rms_norm_linear_rope.triton_tiles import (
+    columns_of,
+    halves,
+    norm_heads,
+    place_of,
+    rotate,
+    rotate_and_store_slots,
+    store,
+)
+
+
+@triton.jit
+def scale_kernel(
+    x_ptr,  # (M, D)
+    r_ptr,  # (M,) float32
+    x_stride,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """r of one row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros((BLOCK_D,), tl.float32)
+    for start in tl.range(0, D, BLOCK_D):
+        k = start + tl.arange(0, BLOCK_D)
+        x = tl.load(x_ptr + row * x_stride + k, mask=k < D, other=0.0).to(tl.float32)
+        squares += x * x
+    tl.store(r_ptr + row, tl.rsqrt(tl.sum(squares, 0) / D + tl.cast(eps, tl.float32)))
 
 
 @triton.jit
@@ -23,7 +55,7 @@ def tile_kernel(
     k_norm_ptr,  # (H,) or None
     cos_ptr,  # (B, T, R)
     sin_ptr,  # (B, T, R)
-    r_ptr,  # (M,) float32, or None where it is gathered here
+    r_ptr,  # (M,) float32; None where a changed x gathers it here
     q_ptr,  # (M, N, H)
     k_ptr,  # (M, K, H)
     v_ptr,  # (M, K, H)
@@ -59,6 +91,9 @@ def tile_kernel(
     # Rows and columns beyond the last read what is there, and are not written.
     x_at = x_ptr + tl.minimum(row, num_rows - 1)[:, None] * x_stride
     weight_at = weight_ptr + tl.where(there, column, 0).to(tl.int64)[None, :] * weight_stride
+    x_dtype: tl.constexpr = x_ptr.dtype.element_ty
+    AS_IT_IS: tl.constexpr = norm_ptr is None and x_dtype == weight_ptr.dtype.element_ty
+    tl.static_assert(r_ptr is not None or not AS_IT_IS)
     if r_ptr is not None:
         r = tl.load(r_ptr + tl.minimum(row, num_rows - 1))
 
@@ -72,43 +107,47 @@ def tile_kernel(
         else:
             x = tl.load(x_at + k[None, :], mask=k[None, :] < D, other=0.0)
             weight = tl.load(weight_at + k[:, None], mask=k[:, None] < D, other=0.0)
-        x32 = x.to(tl.float32)
-        if r_ptr is None:
-            squares += tl.sum(x32 * x32, 1)
-        else:  # where x itself, times a weight, may be too large or too small for the dtype
-            x32 = x32 * r[:, None]
-        if norm_ptr is not None:
-            x32 = x32 * (tl.load(norm_ptr + k, mask=k < D, other=0.0).to(tl.float32) + offset)
-        if norm_ptr is not None or r_ptr is not None or x.dtype != weight.dtype:
+        if not AS_IT_IS:
+            x32 = x.to(tl.float32)
+            if r_ptr is None:
+                squares += tl.sum(x32 * x32, 1)
+            else:  # x itself, times a weight, may be too large or too small for the dtype
+                x32 = x32 * r[:, None]
+            if norm_ptr is not None:
+                x32 = x32 * (tl.load(norm_ptr + k, mask=k < D, other=0.0).to(tl.float32) + offset)
             x = x32.to(weight.dtype)
         acc = tl.dot(x, weight, acc, input_precision=PRECISION)
 
     if r_ptr is None:
         r = tl.rsqrt(squares / D + tl.cast(eps, tl.float32))
+    if AS_IT_IS or r_ptr is None:
         acc = acc * r[:, None]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)[None, :]
     if not WHOLE:
         acc = tl.where(there[None, :], acc, 0.0)  # for the sums of the heads' own norms
-    rotate_and_store(
-        acc, row, part, head, share, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-        num_rows, T, cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t, eps, offset,
-        N, K, H, R, HEADS, HALF,
+    x_1, x_2 = halves(acc, HEADS)
+    x_1, x_2 = norm_heads(x_1, x_2, part, share, q_norm_ptr, k_norm_ptr, eps, offset, H, R)
+    y_1, y_2 = rotate(
+        x_1, x_2, row, part, share * HALF, cos_ptr, sin_ptr, num_rows, T,
+        cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t, R,
     )  # fmt: skip
+    store(y_1, y_2, row, part, head, share, q_ptr, k_ptr, v_ptr, num_rows, N, K, H, R)
 
 
 @triton.jit
 def persistent_kernel(
     x_desc,  # (M, D), in blocks of (BLOCK_ROWS, BLOCK_D)
     weight_desc,  # ((N + 2 K) H, D), of x's dtype, in blocks of (HEADS H, BLOCK_D)
+    q_desc,  # (M, N H), in blocks of (BLOCK_ROWS, HEADS H / 2)
+    k_desc,  # (M, K H)
+    v_desc,  # (M, K H)
     bias_ptr,
     q_norm_ptr,
     k_norm_ptr,
     cos_ptr,
     sin_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    r_ptr,
     num_rows,
     T,
     cos_stride_b,
@@ -128,7 +167,7 @@ def persistent_kernel(
     COLUMN_BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As tile_kernel, of heads that are rotated whole and a weight that has the norm's in it."""
+    """As tile_kernel, of heads that are rotated whole and an x that is multiplied as it is."""
     tiles = tl.cdiv(num_rows, BLOCK_ROWS) * COLUMN_BLOCKS
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         row_block, column_block = _tile_of(tile, num_rows, BLOCK_ROWS, COLUMN_BLOCKS, GROUP)
@@ -136,22 +175,27 @@ def persistent_kernel(
         column, there = columns_of(part, head, share, N, K, H, H, HEADS, H // 2, True)
         first = (tl.where(part == 0, 0, tl.where(part == 1, N, N + K)) + head) * H
         acc = tl.zeros((BLOCK_ROWS, HEADS * H), tl.float32)
-        squares = tl.zeros((BLOCK_ROWS,), tl.float32)
         for start in tl.range(0, D, BLOCK_D):
             x = x_desc.load([row_block * BLOCK_ROWS, start])
             weight = weight_desc.load([first, start])
             acc = tl.dot(x, weight.T, acc, input_precision=PRECISION)
-            x32 = x.to(tl.float32)
-            squares += tl.sum(x32 * x32, 1)
-        r = tl.rsqrt(squares / D + tl.cast(eps, tl.float32))
-        acc = acc * r[:, None]
+        row = row_block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        acc = acc * tl.load(r_ptr + row, mask=row < num_rows, other=0.0)[:, None]
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)[None, :]
-        row = row_block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        rotate_and_store(
-            acc, row, part, head, share, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr,
-            cos_ptr, sin_ptr, num_rows, T, cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t,
-            eps, offset, N, K, H, H, HEADS, H // 2,
+        x_1, x_2 = halves(acc, HEADS)
+        x_1, x_2 = norm_heads(x_1, x_2, part, share, q_norm_ptr, k_norm_ptr, eps, offset, H, H)
+        # In pieces, so that they and the operands of the next tile fit into shared memory.
+        left_1, right_1 = halves(x_1, HEADS)
+        left_2, right_2 = halves(x_2, HEADS)
+        first_row = row_block * BLOCK_ROWS
+        rotate_and_store_slots(
+            left_1, left_2, row, part, head, 0, q_desc, k_desc, v_desc, first_row, cos_ptr, sin_ptr,
+            num_rows, T, cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t, H,
+        )  # fmt: skip
+        rotate_and_store_slots(
+            right_1, right_2, row, part, head, H // 4, q_desc, k_desc, v_desc, first_row, cos_ptr,
+            sin_ptr, num_rows, T, cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t, H,
         )  # fmt: skip
 
 

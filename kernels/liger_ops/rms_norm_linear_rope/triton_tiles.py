@@ -69,42 +69,32 @@ def columns_of(
 
 
 @triton.jit
-def rotate_and_store(
-    acc,  # (BLOCK_M, HEADS 2 HALF) float32, with the norm's scale and the bias
-    row,  # (BLOCK_M,) int64
+def halves(x, HEADS: tl.constexpr):
+    """The first and the second half of what x (BLOCK_M, HEADS W) has of every head, (.., W / 2)."""
+    W: tl.constexpr = x.numel // (x.shape[0] * HEADS)
+    x = tl.reshape(x, (x.shape[0], HEADS, 2, W // 2))
+    return tl.split(tl.permute(x, (0, 1, 3, 2)))
+
+
+@triton.jit
+def norm_heads(
+    x_1,  # (BLOCK_M, HEADS, HALF) float32, the heads' first features
+    x_2,  # and their second ones
     part,
-    head,
     share,
-    q_ptr,
-    k_ptr,
-    v_ptr,
     q_norm_ptr,
     k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    num_rows,
-    T,
-    cos_stride_b,
-    cos_stride_t,
-    sin_stride_b,
-    sin_stride_t,
     eps,
     offset,
-    N: tl.constexpr,
-    K: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
 ):
-    """The heads' own norm, if there is one, and the rotation, of q and k; v is stored as it is."""
-    x = tl.reshape(acc, (acc.shape[0], HEADS, 2, HALF))
-    x_1, x_2 = tl.split(tl.permute(x, (0, 1, 3, 2)))  # each (BLOCK_M, HEADS, HALF)
-    slot = share * HALF + tl.arange(0, HALF)[None, None, :]
-    feature_1, there_1 = feature_of(0, slot, H, R)
-    feature_2, there_2 = feature_of(1, slot, H, R)
-
+    """The norm of q's or k's heads of their own, where there is one."""
     if q_norm_ptr is not None or k_norm_ptr is not None:
+        HALF: tl.constexpr = x_1.shape[2]
+        slot = share * HALF + tl.arange(0, HALF)[None, None, :]
+        feature_1, there_1 = feature_of(0, slot, H, R)
+        feature_2, there_2 = feature_of(1, slot, H, R)
         r = tl.rsqrt(
             (tl.sum(x_1 * x_1, 2, keep_dims=True) + tl.sum(x_2 * x_2, 2, keep_dims=True)) / H
             + tl.cast(eps, tl.float32)
@@ -117,26 +107,7 @@ def rotate_and_store(
             scale_1, scale_2 = _load_pair(k_norm_ptr, feature_1, there_1, feature_2, there_2)
             x_1 = tl.where(part == 1, x_1 * r * (scale_1 + offset), x_1)
             x_2 = tl.where(part == 1, x_2 * r * (scale_2 + offset), x_2)
-
-    row = row[:, None, None]
-    b, t = row // T, row % T
-    fits = row < num_rows
-    turns = fits & (slot < tl.where(part < 2, R // 2, 0))
-    cos = cos_ptr + b * cos_stride_b + t * cos_stride_t + slot
-    sin = sin_ptr + b * sin_stride_b + t * sin_stride_t + slot
-    cos_1 = tl.load(cos, mask=turns, other=1.0).to(tl.float32)
-    cos_2 = tl.load(cos + R // 2, mask=turns, other=1.0).to(tl.float32)
-    sin_1 = tl.load(sin, mask=turns, other=0.0).to(tl.float32)
-    sin_2 = tl.load(sin + R // 2, mask=turns, other=0.0).to(tl.float32)
-    y_1, y_2 = x_1 * cos_1 - x_2 * sin_1, x_2 * cos_2 + x_1 * sin_2
-
-    heads = tl.where(part == 0, N, K)
-    number = head + tl.arange(0, HEADS)[None, :, None]
-    fits = fits & (number < heads)
-    y_ptr = tl.where(part == 0, q_ptr, tl.where(part == 1, k_ptr, v_ptr))
-    at = y_ptr + row * heads * H + number * H
-    tl.store(at + feature_1, y_1.to(y_ptr.dtype.element_ty), mask=fits & there_1)
-    tl.store(at + feature_2, y_2.to(y_ptr.dtype.element_ty), mask=fits & there_2)
+    return x_1, x_2
 
 
 @triton.jit
@@ -144,3 +115,125 @@ def _load_pair(ptr, feature_1, there_1, feature_2, there_2):
     first = tl.load(ptr + feature_1, mask=there_1, other=0.0)
     second = tl.load(ptr + feature_2, mask=there_2, other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def rotate(
+    x_1,  # (BLOCK_M, HEADS, W) float32, of the slots from first_slot on
+    x_2,
+    row,  # (BLOCK_M,) int64
+    part,
+    first_slot,
+    cos_ptr,
+    sin_ptr,
+    num_rows,
+    T,
+    cos_stride_b,
+    cos_stride_t,
+    sin_stride_b,
+    sin_stride_t,
+    R: tl.constexpr,
+):
+    """The pairs of q's and k's heads turned by their row's angles; v's as they are."""
+    slot = first_slot + tl.arange(0, x_1.shape[2])[None, None, :]
+    row = row[:, None, None]
+    b, t = row // T, row % T
+    turns = (row < num_rows) & (slot < tl.where(part < 2, R // 2, 0))
+    cos = cos_ptr + b * cos_stride_b + t * cos_stride_t + slot
+    sin = sin_ptr + b * sin_stride_b + t * sin_stride_t + slot
+    cos_1 = tl.load(cos, mask=turns, other=1.0).to(tl.float32)
+    cos_2 = tl.load(cos + R // 2, mask=turns, other=1.0).to(tl.float32)
+    sin_1 = tl.load(sin, mask=turns, other=0.0).to(tl.float32)
+    sin_2 = tl.load(sin + R // 2, mask=turns, other=0.0).to(tl.float32)
+    return x_1 * cos_1 - x_2 * sin_1, x_2 * cos_2 + x_1 * sin_2
+
+
+@triton.jit
+def store(
+    y_1,  # (BLOCK_M, HEADS, HALF)
+    y_2,
+    row,
+    part,
+    head,
+    share,
+    q_ptr,  # (M, N, H)
+    k_ptr,  # (M, K, H)
+    v_ptr,  # (M, K, H)
+    num_rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+):
+    """To where the part's heads have those features."""
+    HALF: tl.constexpr = y_1.shape[2]
+    slot = share * HALF + tl.arange(0, HALF)[None, None, :]
+    feature_1, there_1 = feature_of(0, slot, H, R)
+    feature_2, there_2 = feature_of(1, slot, H, R)
+    row = row[:, None, None]
+    heads = tl.where(part == 0, N, K)
+    number = head + tl.arange(0, y_1.shape[1])[None, :, None]
+    fits = (row < num_rows) & (number < heads)
+    y_ptr = tl.where(part == 0, q_ptr, tl.where(part == 1, k_ptr, v_ptr))
+    at = y_ptr + row * heads * H + number * H
+    tl.store(at + feature_1, y_1.to(y_ptr.dtype.element_ty), mask=fits & there_1)
+    tl.store(at + feature_2, y_2.to(y_ptr.dtype.element_ty), mask=fits & there_2)
+
+
+@triton.jit
+def rotate_and_store_slots(
+    x_1,  # (BLOCK_M, HEADS, W) float32, of the slots from first_slot on
+    x_2,
+    row,
+    part,
+    head,
+    first_slot,
+    q_desc,  # (M, N, H), in blocks of (BLOCK_M, HEADS, W)
+    k_desc,  # (M, K, H)
+    v_desc,  # (M, K, H)
+    first_row,
+    cos_ptr,
+    sin_ptr,
+    num_rows,
+    T,
+    cos_stride_b,
+    cos_stride_t,
+    sin_stride_b,
+    sin_stride_t,
+    H: tl.constexpr,
+):
+    """A part of the slots of heads that are rotated whole, by descriptors, which leave out what
+    lies beyond the last row and the last head.
+
+    The angles change the layout of what they are multiplied with, by way of shared memory: in two
+    pieces, which take up half as much of it.
+    """
+    HEADS: tl.constexpr = x_1.shape[1]
+    W: tl.constexpr = x_1.shape[2]
+    left_1, right_1 = halves(x_1, HEADS)
+    left_2, right_2 = halves(x_2, HEADS)
+    left_1, left_2 = rotate(
+        left_1, left_2, row, part, first_slot, cos_ptr, sin_ptr, num_rows, T,
+        cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t, H,
+    )  # fmt: skip
+    right_1, right_2 = rotate(
+        right_1, right_2, row, part, first_slot + W // 2, cos_ptr, sin_ptr, num_rows, T,
+        cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t, H,
+    )  # fmt: skip
+    y_1 = _joined(left_1.to(q_desc.dtype), right_1.to(q_desc.dtype))
+    y_2 = _joined(left_2.to(q_desc.dtype), right_2.to(q_desc.dtype))
+    if part == 0:
+        q_desc.store([first_row, head, first_slot], y_1)
+        q_desc.store([first_row, head, first_slot + H // 2], y_2)
+    elif part == 1:
+        k_desc.store([first_row, head, first_slot], y_1)
+        k_desc.store([first_row, head, first_slot + H // 2], y_2)
+    else:
+        v_desc.store([first_row, head, first_slot], y_1)
+        v_desc.store([first_row, head, first_slot + H // 2], y_2)
+
+
+@triton.jit
+def _joined(left, right):
+    y = tl.permute(tl.join(left, right), (0, 1, 3, 2))
+    return tl.reshape(y, (left.shape[0], left.shape[1], 2 * left.shape[2]))
