@@ -4,9 +4,11 @@
     python benchmarks/rms_norm_linear_rope.py benchmarks/results/rms_norm_linear_rope.json
 
 The first measures, trying many tiles of the fused kernels at one number of rows of each kind and
-the best of them at the others; the second writes, from its result, the table by which the package
-decides where the fused kernel runs. Every set of inputs has a weight of its own, so that none is
-read from the cache.
+the best of them at the others: `of_composed` is the time over that of the composition of this
+project's kernels, `of_best` over that of the fastest that is not fused in the same framework,
+torch.compile and XLA among them. Tiles that are wrong or do not fit are printed and left out. The
+second writes, from its result, the table by which the package decides where the fused kernel runs.
+Every set of inputs has a weight of its own, so that none is read from the cache.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import math
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -152,10 +154,33 @@ def candidates(framework: str, rows: int, found: dict[str, list[Config]]) -> lis
 
 
 def best(times: dict[Config, float]) -> list[Config]:
-    """The fastest of all, and the fastest that multiplies the norm's weight in the other way."""
+    """The fastest of all, and the fastest that multiplies the norm's weight in the other way; none
+    where no tiles were right.
+    """
     order = sorted(times, key=lambda config: times[config])
     other = [config for config in order if config.scales != order[0].scales]
     return order[:1] + other[:1]
+
+
+def of_tiles(
+    configs: Iterable[Config], measured: Callable[[Config], Row]
+) -> Iterator[tuple[Config, Row]]:
+    """Those that can be measured. Why others cannot is printed: they do not fit this card, or are
+    wrong on it, and the others still count.
+    """
+    for config in configs:
+        try:
+            row = measured(config)
+        except Exception as error:
+            print(f"{_tiles(config)}: {error!r}"[:300], file=sys.stderr, flush=True)
+            continue
+        yield config, row
+
+
+def with_best(rows: list[Row]) -> list[Row]:
+    """Of one pass of what is not fused: each row's time over the fastest one's as `of_best`."""
+    fastest = min(row["microseconds"] for row in rows)
+    return [{**row, "of_best": row["microseconds"] / fastest} for row in rows]
 
 
 def _in_torch(case, heads, passes, inputs, upstreams, exact, found, device) -> Iterator[Row]:
@@ -184,23 +209,25 @@ def _in_torch(case, heads, passes, inputs, upstreams, exact, found, device) -> I
         "eager": public(torch_liger, heads, "eager"),
         "torch.compile": torch.compile(public(torch_liger, heads, "eager")),
     }
+    fastest: dict[str, float] = {}
     for which in passes:
-        for name, function in peers.items():
-            yield measured(name, function, which, None)
+        rows = with_best([measured(name, fn, which, None) for name, fn in peers.items()])
+        fastest[which] = min(row["microseconds"] for row in rows)
+        yield from rows
+
+    def with_tiles(which: str, config: Config) -> Row:
+        row = measured("torch_liger (triton)", fused(triton, heads, config), which, config)
+        return {**row, "of_best": row["microseconds"] / fastest[which]}
+
     times: dict[Config, float] = {}
-    for config in candidates("triton", case.rows, found):
-        function = fused(triton, heads, config)
-        try:
-            row = measured("torch_liger (triton)", function, "forward", config)
-        except Exception as error:  # such tiles do not fit this card: the others still count
-            print(f"{_tiles(config)}: {error!r}"[:300], file=sys.stderr, flush=True)
-            continue
+    forward = functools.partial(with_tiles, "forward")
+    for config, row in of_tiles(candidates("triton", case.rows, found), forward):
         times[config] = row["microseconds"]
         yield row
     found["triton"] = best(times)
     for which in passes[1:]:
-        for config in found["triton"]:
-            yield measured("torch_liger (triton)", fused(triton, heads, config), which, config)
+        for _, row in of_tiles(found["triton"], functools.partial(with_tiles, which)):
+            yield row
 
 
 def _in_jax(case, heads, passes, inputs, upstreams, exact, found, device) -> Iterator[Row]:
@@ -240,25 +267,31 @@ def _in_jax(case, heads, passes, inputs, upstreams, exact, found, device) -> Ite
         "jax_liger (composed)": public(jax_liger, heads, "composed"),
         "XLA": public(jax_liger, heads, "xla"),
     }
+    fastest: dict[str, float] = {}
     for which in passes:
         programs = compiled(peers, which)
-        for name in peers:
-            yield measured(name, programs[name], which, None)
+        rows = with_best([measured(name, programs[name], which, None) for name in peers])
+        fastest[which] = min(row["microseconds"] for row in rows)
+        yield from rows
 
-    def with_tiles(configs: list[Config]) -> dict[Any, Function]:
-        return {config: fused(pallas, heads, config, out_axis=0) for config in configs}
+    def of_pass(which: str, configs: list[Config]) -> Iterator[tuple[Config, Row]]:
+        functions = {config: fused(pallas, heads, config, out_axis=0) for config in configs}
+        programs = compiled(functions, which)
+
+        def one(config: Config) -> Row:
+            row = measured("jax_liger (pallas)", programs[config], which, config)
+            return {**row, "of_best": row["microseconds"] / fastest[which]}
+
+        return of_tiles(programs, one)
 
     times: dict[Config, float] = {}
-    functions = with_tiles(candidates("pallas", case.rows, found))
-    for config, one in compiled(functions, "forward").items():
-        row = measured("jax_liger (pallas)", one, "forward", config)
+    for config, row in of_pass("forward", candidates("pallas", case.rows, found)):
         times[config] = row["microseconds"]
         yield row
     found["pallas"] = best(times)
     for which in passes[1:]:
-        functions = with_tiles(found["pallas"])
-        for config, one in compiled(functions, which).items():
-            yield measured("jax_liger (pallas)", one, which, config)
+        for _, row in of_pass(which, found["pallas"]):
+            yield row
 
 
 def check(case: Case, name: str, results: tuple[Any, ...], exact: tuple[Any, ...]) -> float:

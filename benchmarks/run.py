@@ -15,7 +15,7 @@ import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 OPS = ("rms_norm", "layer_norm", "swiglu", "geglu", "rope", "cross_entropy")
@@ -62,20 +62,34 @@ def main() -> None:
         import measuring
 
         measured = measuring.measure(module, args.quick)
-    rows = []
-    for row in measured:
-        rows.append(row)
-        print(_line(row), flush=True)
     result = {
         "device": torch.cuda.get_device_name(),
         "command": shlex.join(["python", *sys.argv]),
         "versions": versions(),
-        "rows": rows,
+        "rows": [],
     }
+    collect(measured, result, args.out)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
         _plot_of(args.op)(result, args.out.with_suffix(".png"))
+
+
+def collect(measured: Iterable[dict], result: dict, path: pathlib.Path | None) -> None:
+    """Prints each row and adds it to the result's, which is written anew with each.
+
+    So what was measured is kept where a later row ends the run; it says "unfinished" then.
+    """
+    for row in measured:
+        result["rows"].append(row)
+        print(_line(row), flush=True)
+        if path:
+            _write({**result, "unfinished": True}, path)
+    if path:
+        _write(result, path)
+
+
+def _write(result: dict, path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _plot_of(op: str) -> Callable[[dict, pathlib.Path], None]:
