@@ -139,6 +139,34 @@ def test_equal_numbers_that_float32_cannot_average_stay_equal(implementation, di
     np.testing.assert_allclose(y, 0.0, atol=1e-6)
 
 
+# Rows beyond the last, which fill up a block of them, have no scale then, nor have rows of zeros.
+# Triton's interpreter says so of each.
+without_eps = pytest.mark.filterwarnings(
+    "ignore:(divide by zero|invalid value) encountered:RuntimeWarning"
+)
+
+
+@without_eps
+@pytest.mark.parametrize("shape", [(33, 80), (3, 257), (5, 9001), (3, 20000)])
+def test_without_eps_against_the_oracle(shape):
+    check(cases.Case("no-eps", shape, eps=0.0))
+
+
+@without_eps
+@pytest.mark.parametrize("shape", [(5, 80), (5, 9001), (3, 20000)])
+@pytest.mark.parametrize("kernel, plain", [("pallas", "xla"), ("triton", "eager")])
+def test_a_row_of_zeros_without_eps_is_as_in_the_plain_version(kernel, plain, shape):
+    """It has no scale, and so no value; what has one beside it is not touched."""
+    case = cases.Case("zeros", shape, eps=0.0)
+    inputs, dy = case.draw(), upstream(case)
+    inputs["x"][1] = 0.0
+    results, expected = (run(name, inputs, dy, 0.0) for name in (kernel, plain))
+    for name, value in expected.items():
+        np.testing.assert_array_equal(np.isnan(results[name]), np.isnan(value), err_msg=name)
+        np.testing.assert_allclose(results[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert np.isnan(results["y"][1]).all() and np.isfinite(results["y"][[0, 2]]).all()
+
+
 @pytest.mark.parametrize("dim", [96, 1500, 2048])
 def test_outliers_at_any_column(dim):
     # A kernel that sums about a few of a row's numbers, or about one, has to see that they are far

@@ -131,6 +131,45 @@ def test_a_row_of_zeros_gives_zeros_and_finite_gradients(implementation):
     assert all(np.isfinite(value).all() for value in results.values())
 
 
+# Rows beyond the last, which fill up a block of them, have no scale then, nor have rows of zeros.
+# Triton's interpreter says so of each.
+without_eps = pytest.mark.filterwarnings(
+    "ignore:(divide by zero|invalid value) encountered:RuntimeWarning"
+)
+
+
+@without_eps
+@pytest.mark.parametrize("case", [
+    cases.Case("no-eps", (33, 80), eps=0.0),
+    cases.Case("no-eps-bfloat16", (3, 257), "bfloat16", "bfloat16", eps=0.0),
+    cases.Case("no-eps-gemma", (5, 64), "bfloat16", "bfloat16", None, 0.0, 1.0, "gemma"),
+    cases.Case("no-eps-wide", (3, 20000), eps=0.0),
+    cases.Case("add-no-eps", (33, 80), "bfloat16", "bfloat16", "bfloat16", eps=0.0),
+    cases.Case("add-no-eps-wide", (3, 20000), "bfloat16", "bfloat16", "bfloat16", eps=0.0),
+], ids=lambda case: case.name)  # fmt: skip
+def test_without_eps_against_the_oracle(case):
+    inputs, upstream = draw(case)
+    exact = exact_results(case, inputs, upstream)
+    judge(lambda implementation: run(implementation, case, inputs, upstream), exact, case.name)
+
+
+@without_eps
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", [(5, 80), (3, 20000)])
+@pytest.mark.parametrize("kernel, plain", [("pallas", "xla"), ("triton", "eager")])
+def test_a_row_of_zeros_without_eps_is_as_in_the_plain_version(kernel, plain, shape, residual):
+    """It has no scale, and so no value; what has one beside it is not touched."""
+    case = cases.Case("zeros", shape, residual_dtype="float32" if residual else None, eps=0.0)
+    inputs, upstream = draw(case)
+    for name in ("x", "residual")[: 1 + residual]:
+        inputs[name][1] = 0.0
+    results, expected = (run(name, case, inputs, upstream) for name in (kernel, plain))
+    for name, value in expected.items():
+        np.testing.assert_array_equal(np.isnan(results[name]), np.isnan(value), err_msg=name)
+        np.testing.assert_allclose(results[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert np.isnan(results["y"][1]).all() and np.isfinite(results["y"][[0, 2]]).all()
+
+
 @pytest.mark.parametrize("implementation", ["pallas", "triton"])
 @pytest.mark.parametrize("dim", [128, 4096])
 def test_weight_gradient_of_many_equal_rows_does_not_stall(implementation, dim):

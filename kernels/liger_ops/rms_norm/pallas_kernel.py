@@ -88,6 +88,9 @@ def _backward_kernel(
         h32, dy32 = h.astype(jnp.float32), dy.astype(jnp.float32)
         g = dy32 * scale
         r = jax.lax.rsqrt(jnp.sum(h32 * h32, axis=1, keepdims=True) / dim + settings.eps)
+        if num_rows % config.backward_rows:
+            # Without eps, rows beyond the last would have a scale of infinity.
+            r = jnp.where(rows < num_rows, r, jnp.float32(0.0))
         n = h32 * r
         if dx_ref is not None:
             # mean(g n), summed over g h so that it need not wait for r

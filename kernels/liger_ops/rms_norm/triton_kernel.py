@@ -101,6 +101,8 @@ def _backward_kernel(
         dy32 = dy.to(tl.float32)
         g = dy32 * scale[None, :]
         r = tl.rsqrt(tl.sum(h32 * h32, axis=1, keep_dims=True) / D + tl.cast(eps, tl.float32))
+        if BLOCK_ROWS > 1:  # without eps, rows beyond the last would have a scale of infinity
+            r = tl.where(rows < num_rows, r, 0.0)
         n = h32 * r
         if dx_ptr is not None:
             # mean(g n), summed over g h so that it need not wait for r
