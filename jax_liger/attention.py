@@ -99,8 +99,8 @@ def rms_norm_linear_rope(
     if implementation is None:
         found = rule.choose(
             backend_pallas.device_name(), "pallas", math.prod(x.shape[:2]), x.shape[2], heads,
-            dtype=qkv_weight.dtype.name,
-            head_norms=q_norm_weight is not None or k_norm_weight is not None, trained=None,
+            dtype=qkv_weight.dtype.name, as_measured=rule.is_as_measured(given, heads, out_axis),
+            trained=None,
         )  # fmt: skip
         chosen, config = "pallas" if found.fused else "composed", found.config
     settings = {"heads": heads, "norm": norm, "out_axis": out_axis}

@@ -312,7 +312,7 @@ def chosen(monkeypatch):
     def choose(entries, rows, trained=False, dim=4096, heads=TABLE_HEADS, **settings):
         monkeypatch.setattr(rule, "table", lambda device: entries)
         rule._nearest.cache_clear()
-        given = {"dtype": "bfloat16", "head_norms": False, **settings}
+        given = {"dtype": "bfloat16", "as_measured": True, **settings}
         found = rule.choose("a card", "triton", rows, dim, heads, trained=trained, **given)
         rule._nearest.cache_clear()
         assert found.fused == (found.config is not None)
@@ -340,7 +340,7 @@ def test_the_rule_goes_by_the_nearest_shape_that_was_measured(chosen):
     assert chosen(measured, 8192, dim=1024) is None
     assert chosen(measured, 8192, heads=Heads(8, 2, 128)) is None
     assert chosen(measured, 8192, heads=Heads(64, 16, 64)) is None
-    assert chosen(measured, 8192, head_norms=True) is None
+    assert chosen(measured, 8192, as_measured=False) is None
     assert chosen(measured, 8192, dtype="float32") is None
     assert chosen(table((8192, 0.9, 0.9), framework="pallas"), 8192) is None
     assert chosen({"entries": []}, 8192) is None
@@ -358,7 +358,7 @@ def test_the_tables_in_the_package_are_well_formed():
 
 def test_what_was_measured_on_an_h200_decides_there():
     def fused(framework, rows, trained=None, **settings):
-        given = {"dtype": "bfloat16", "head_norms": False, "trained": trained, **settings}
+        given = {"dtype": "bfloat16", "as_measured": True, "trained": trained, **settings}
         choice = rule.choose("NVIDIA H200", framework, rows, 4096, TABLE_HEADS, **given)
         assert choice.config is None or choice.config.scales == "x"
         return choice.fused
@@ -370,7 +370,7 @@ def test_what_was_measured_on_an_h200_decides_there():
     for framework in ("pallas", "triton"):
         assert not fused(framework, 16, trained=True)
         assert not fused(framework, 16, dtype="float32")
-        assert not fused(framework, 16, head_norms=True)
+        assert not fused(framework, 16, as_measured=False)
 
 
 @pytest.mark.parametrize("shared_memory", [99 * 1024, 163 * 1024, 227 * 1024])

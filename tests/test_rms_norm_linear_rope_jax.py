@@ -147,6 +147,32 @@ def test_only_the_arguments_are_kept():
     assert sorted(leaf.shape for leaf in jax.tree.leaves(vjp)) == sorted(SHAPES)
 
 
+@pytest.mark.parametrize("scales, norm_weight", [("x", True), ("weight", True), ("x", False)])
+def test_x_has_one_use_where_it_is_multiplied_as_it_lies(scales, norm_weight):
+    """Its squares, the only sums along rows where heads have no norms, are then added up before."""
+    x, weight, *angles = (INPUTS[i] for i in (0, 2, 6, 7))
+    given = (x, INPUTS[1] if norm_weight else None, weight, None, None, None, *angles)
+    traced = jax.make_jaxpr(functools.partial(
+        pallas_kernel.rms_norm_linear_rope, heads=pallas_kernel.Heads(*HEADS.values()),
+        norm=pallas_kernel.Norm(1e-6, 0.0, "llama"), out_axis=0,
+        config=Config(16, 32, 16, 4, 2, scales),
+    ))(*given)  # fmt: skip
+
+    def kernels(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "pallas_call":
+                yield str(equation.params["jaxpr"])
+            else:
+                for value in equation.params.values():
+                    inner = getattr(value, "jaxpr", value)
+                    if hasattr(inner, "eqns"):
+                        yield from kernels(inner)
+
+    (kernel,) = kernels(traced.jaxpr)
+    assert "dot_general" in kernel
+    assert ("reduce_sum" in kernel) == (scales == "x" and norm_weight)
+
+
 def test_traces_without_running():
     dtypes = [jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.float32,
               jnp.float32, jnp.bfloat16]  # fmt: skip
@@ -204,7 +230,11 @@ def test_the_rule_decides_where_nothing_is_asked_for(monkeypatch):
         assert_trees_close(call(op, *INPUTS), expected)
         assert ran[-1] == (name, choice.config)
     assert asked[0][0][1:] == ("pallas", B * T, D, tuple(HEADS.values()))
-    assert asked[0][1] == {"dtype": "float32", "head_norms": True, "trained": None}
+    assert asked[0][1] == {"dtype": "float32", "as_measured": False, "trained": None}
+    whole = (*INPUTS[:4], None, None, *(normal(T, 16, seed=seed) for seed in (6, 7)))
+    for weight, out_axis in ((INPUTS[2], 0), (INPUTS[2].T, 1)):
+        call(functools.partial(op, out_axis=out_axis), *whole[:2], weight, *whole[3:])
+        assert asked[-1][1]["as_measured"] == (out_axis == 0)
 
 
 @pytest.mark.gpu

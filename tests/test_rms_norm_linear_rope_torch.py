@@ -253,10 +253,18 @@ def test_the_rule_decides_where_nothing_is_asked_for(monkeypatch):
         assert ran[-1] == (name, choice.config)
     device, framework, rows, dim, heads = asked[0][0]
     assert (framework, rows, dim, heads) == ("triton", B * T, D, tuple(HEADS.values()))
-    assert asked[0][1] == {"dtype": "float32", "head_norms": True, "trained": True}
+    assert asked[0][1] == {"dtype": "float32", "as_measured": False, "trained": True}
     with torch.no_grad():
-        op(**draw(head_norms=False, dtype=torch.bfloat16))
-    assert asked[-1][1] == {"dtype": "bfloat16", "head_norms": False, "trained": False}
+        given = draw(head_norms=False, dtype=torch.bfloat16)
+        angles = torch.cat([given["cos"], given["cos"][:, :4]], 1)  # of heads rotated whole
+        whole = {**given, "cos": angles, "sin": angles}
+        for arguments, as_measured in (
+            (whole, True), (given, False), ({**whole, "norm_weight": None}, False),
+            ({**whole, "q_norm_weight": torch.ones(16, device=DEVICE)}, False),
+        ):  # fmt: skip
+            op(**arguments)
+            expected = {"dtype": "bfloat16", "as_measured": as_measured, "trained": False}
+            assert asked[-1][1] == expected
     if DEVICE == "cpu":
         assert device == "cpu"
 

@@ -228,6 +228,7 @@ def rms_norm_linear_rope(
     tile = compile_kernel(triton_product.tile_kernel, arguments, config.num_warps, **options)
     if not norm and not everything:  # x is multiplied, and nothing else is made of it
         assert "tt.dot" in tile.asm["ttir"] and "tt.reduce" not in tile.asm["ttir"]
+        check_buffers(tile, config, pointer)
     scales = {name: arguments.get(name) for name in triton_product.scale_kernel.arg_names}
     scales |= {"r_ptr": "*fp32", "BLOCK_D": 4096 if norm else 1024}
     compile_kernel(triton_product.scale_kernel, scales, 4)
@@ -260,6 +261,16 @@ def rms_norm_linear_rope_persistent(
     options |= {"num_warps": config.num_warps}
     compiled = compile_kernel(triton_product.persistent_kernel, arguments, **options)
     assert everything or "tt.reduce" not in compiled.asm["ttir"]
+    check_buffers(compiled, config, pointer)
+
+
+def check_buffers(compiled: Any, config: ProductConfig, pointer: str) -> None:
+    """That x has one for each stage. On a Hopper a product goes on while the next tiles arrive, and
+    with one buffer less, which x had when its squares were added up too, they overwrite its own.
+    """
+    buffers = (config.num_stages, config.block_rows, config.block_dim)
+    of_x = f"{'x'.join(map(str, buffers))}x{pointer.removeprefix('*')},"
+    assert TARGET.arch < 90 or of_x in compiled.asm["ttgir"], of_x
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def rms_norm_linear_rope(
         found = rule.choose(
             backend_triton.device_name(x.device), "triton", x.shape[0] * x.shape[1], x.shape[2],
             heads, dtype=DTYPE_NAMES[qkv_weight.dtype],
-            head_norms=q_norm_weight is not None or k_norm_weight is not None,
+            as_measured=rule.is_as_measured(given, heads),
             trained=torch.is_grad_enabled() and any(
                 t is not None and t.requires_grad for t in given
             ),

@@ -2,10 +2,10 @@
 
     rotate(r (x (w + o)) W^T + b),    r = (sum of squares / D + eps)^(-1/2) of a row
 
-Where x is multiplied as it lies in memory, nothing else may read it: where its squares were added
-up as well, an H200 gave wrong sums (docs/rms_norm_linear_rope.md). So r is found beforehand there,
-and multiplied onto the sums. Where a tile of x is changed in registers before it is multiplied, its
-squares are gathered beside the product.
+Where x is multiplied as it lies in memory, nothing else may read it: Triton gives a tile that is
+read in two ways a buffer too few, and an H200's sums were wrong (docs/rms_norm_linear_rope.md). So
+r is found beforehand there, and multiplied onto the sums. Where a tile of x is changed in registers
+before it is multiplied, its squares are gathered beside the product.
 
 A tile holds `heads` heads of one of q, k and v, and of each the features of 2 `half` columns: first
 `half` with the first features of as many pairs, then `half` with their second features. Those that

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ def choose(
     heads: Heads,
     *,
     dtype: str,
-    head_norms: bool,
+    as_measured: bool,
     trained: bool | None,
 ) -> Choice:
     """What the device's table says of `num_rows` rows.
@@ -44,10 +45,12 @@ def choose(
         device: its name as the framework gives it.
         framework: "triton" or "pallas".
         dtype: of the product; one that was not measured is not fused.
-        head_norms: whether heads of q or k are normed, which is not measured and not fused.
+        as_measured: whether the call is otherwise of the measured kind, by `is_as_measured`; others
+            are not fused.
         trained: whether there will be a backward; None where that is not known yet.
     """
-    entries = [] if head_norms or dtype != "bfloat16" else _nearest(device, framework, dim, heads)
+    known = as_measured and dtype == "bfloat16"
+    entries = _nearest(device, framework, dim, heads) if known else []
     below = [entry for entry in entries if entry["rows"] <= num_rows][-1:]
     above = [entry for entry in entries if entry["rows"] >= num_rows][:1]
     beside = below + above
@@ -60,6 +63,21 @@ def choose(
         return Choice(False)
     nearest = min(beside, key=lambda entry: abs(math.log2(entry["rows"] / max(num_rows, 1))))
     return Choice(True, Config(**nearest["config"]))
+
+
+def is_as_measured(given: Sequence[Any], heads: Heads, out_axis: int = 0) -> bool:
+    """Whether arguments, in the kernels' order, are of the kind that benchmarks measure: x of the
+    weight's dtype, a norm with a weight and heads without one, and heads that are rotated whole.
+    """
+    x, norm_weight, weight, _, q_norm_weight, k_norm_weight, cos, _ = given
+    return (
+        norm_weight is not None
+        and q_norm_weight is None
+        and k_norm_weight is None
+        and x.dtype == weight.dtype
+        and cos.shape[-1] == heads.size
+        and out_axis == 0
+    )
 
 
 @functools.cache
