@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = {"weight": "qkv_weight"}  # of the oracle's arrays among the public arguments
 # Compiling the interpreter's program takes seconds, so a CPU judges these in both frameworks.
 BOTH = {
-    "float32-gemma", "bfloat16-llama", "everything-bfloat16-gemma", "outliers-bfloat16-1-rows",
+    "bfloat16-llama", "everything-bfloat16-gemma", "outliers-bfloat16-1-rows",
     "float16-x-of-15000", "head-size-80", "head-size-7", "no-rows",
     "mixed-float32-bfloat16-float32",
 }  # fmt: skip

@@ -54,11 +54,11 @@ class _Persistent(NamedTuple):
             TensorDescriptor(t, list(t.shape), list(t.stride()), block)
             for t, block in zip((x.reshape(-1, x.shape[-1]), weight, *results), blocks, strict=True)
         ]
+        launch: Any = persistent_kernel[(self.programs,)]
         with torch.cuda.device(x.device if x.is_cuda else -1):
-            persistent_kernel[(self.programs,)](
+            launch(
                 *descriptors, bias, q_norm, k_norm, cos, sin, r, *self.arguments,
-                num_warps=self.config.num_warps,  # type: ignore[call-arg]
-                num_stages=self.config.num_stages,  # type: ignore[call-arg]
+                num_warps=self.config.num_warps, num_stages=self.config.num_stages,
             )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ before it is multiplied, its squares are gathered beside the product.
 
 # tl.range, and names that exist on one side of a constexpr:
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
