@@ -7,5 +7,10 @@ from jax_liger.models.checkpoint import save_pretrained as save_pretrained
 from jax_liger.models.config import Config as Config
 from jax_liger.models.decoder import CausalLM as CausalLM
 from jax_liger.models.generate import generate as generate
+from jax_liger.models.lora import LoRAParam as LoRAParam
+from jax_liger.models.lora import add_lora as add_lora
+from jax_liger.models.lora import merge_lora as merge_lora
 from jax_liger.models.loss import count_items as count_items
 from jax_liger.models.loss import loss_fn as loss_fn
+from jax_liger.models.peft_format import load_adapters as load_adapters
+from jax_liger.models.peft_format import save_adapters as save_adapters
