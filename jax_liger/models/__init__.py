@@ -14,3 +14,7 @@ from jax_liger.models.loss import count_items as count_items
 from jax_liger.models.loss import loss_fn as loss_fn
 from jax_liger.models.peft_format import load_adapters as load_adapters
 from jax_liger.models.peft_format import save_adapters as save_adapters
+from jax_liger.models.sharding import batch_sharding as batch_sharding
+from jax_liger.models.sharding import make_mesh as make_mesh
+from jax_liger.models.sharding import rules_for as rules_for
+from jax_liger.models.sharding import shard as shard

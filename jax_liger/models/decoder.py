@@ -27,6 +27,7 @@ from jax_liger.models.attention import attention, attention_mask
 from jax_liger.models.basics import add_and_norm, gated_activation, linear, norm, times
 from jax_liger.models.cache import Cache, LayerCache
 from jax_liger.models.config import Config, Layer
+from jax_liger.models.mesh import lookup, split_rows
 from jax_liger.models.moe import MixtureOfExperts
 from jax_liger.rotary import rope
 from liger_ops.fused_linear_cross_entropy.xla import logits_of
@@ -155,7 +156,7 @@ class Block(nnx.Module):
             h = x = x + h
         h = self.mlp(h)
         h = after_mlp(h) if after_mlp else h
-        return x + times(h, self.config.residual_multiplier), cache
+        return split_rows(x + times(h, self.config.residual_multiplier)), cache
 
 
 def _dots(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -234,11 +235,11 @@ class Model(nnx.Module):
         return self.norm(x), cache and cache.advance(written, T)
 
     def _embed(self, input_ids: jax.Array) -> jax.Array:
-        x = self.embed_tokens(input_ids)
+        x = lookup(self.embed_tokens, input_ids)
         factor = self.config.embedding_multiplier
         if self.config.family.scaled_embedding:  # Gemma rounds it to the dtype: sqrt(3072) is 55.5
             factor = float(np.asarray(factor, x.dtype))
-        return times(x, factor)
+        return split_rows(times(x, factor))
 
 
 class CausalLM(nnx.Module):

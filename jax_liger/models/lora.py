@@ -128,7 +128,7 @@ class LoRALinear(nnx.Module):
         make = functools.partial(linear, config, *kernel.shape, use_bias=self.bias is not None)
         layer = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
         layer.kernel, layer.bias = self.kernel, self.bias
-        layer.kernel[...] = kernel
+        layer.kernel.set_value(kernel)
         return layer
 
     def set_view(self, deterministic: bool | None = None) -> None:
