@@ -20,6 +20,7 @@ PACKAGES = {
     "jax_liger": ROOT / "jax_liger",
     "torch_liger": ROOT / "torch_liger",
     "liger_ops": ROOT / "kernels" / "liger_ops",
+    "liger_validate": ROOT / "liger_validate",
 }
 
 # `import name` fails as it does where `name` is not installed, and its parts with it.

@@ -1,0 +1,136 @@
+"""`liger-validate ops`: the table's numbers, its verdicts and the exit status."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from liger_validate import cli, environment, ops
+from liger_validate.problems import OPS, problems
+
+# A small case of every operation, of those that both interpreters run in little time.
+SMALL = {
+    "rms_norm": "bfloat16-llama",
+    "fused_add_rms_norm": "bfloat16",
+    "layer_norm": "bfloat16-weight-bias",
+    "swiglu": "silu-bfloat16",
+    "geglu": "gelu_tanh-bfloat16",
+    "rope": "bfloat16",
+    "cross_entropy": "bfloat16-mean",
+    "fused_linear_cross_entropy": "bfloat16-mean",
+    "lora_linear": "bfloat16-bias",
+    "rms_norm_linear_rope": "1-rows",
+}
+
+
+def first(op, case=None):
+    return next(iter(problems(op, ["bfloat16"], [case or SMALL[op]])))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_implementation_of_every_operation_passes(op):
+    problem = first(op)
+    names = [n for n in ops.IMPLEMENTATIONS if n not in ops.NOT_IN_JAX.get(op, ())]
+    rows = list(ops.rows_of(problem, names))
+    assert problem.op == op
+    assert {(row.implementation, row.result) for row in rows} == {
+        (name, result) for name in names for result in problem.exact
+    }
+    for row in rows:
+        assert row.verdict == ("pass" if row.implementation in ops.PLAIN else "plain"), row
+        assert row.repeatable and 0 <= row.rms < 0.02, row
+    assert max(row.rms for row in rows) > 0  # bfloat16 is never exact
+
+
+def test_the_upstream_gradients_are_exact_in_every_dtype():
+    dy = first("swiglu").upstream["y"]
+    assert np.array_equal(dy.astype(np.float16).astype(np.float32), dy)
+    assert np.array_equal(dy.astype(ops.DTYPES["bfloat16"]).astype(np.float32), dy)
+
+
+def planted(problem, fault):
+    """The problem, solved wrongly by the kernel alone."""
+
+    def call(package, implementation, given):
+        outputs = problem.call(package, implementation, given)
+        return tuple(fault(y) for y in outputs) if implementation == "triton" else outputs
+
+    return dataclasses.replace(problem, call=call)
+
+
+def test_a_planted_fault_fails():
+    problem = planted(first("swiglu"), lambda y: y * 1.02)
+    rows = list(ops.rows_of(problem, ["triton", "eager"]))
+    assert {r.verdict for r in rows if r.implementation == "triton"} == {"FAIL"}
+    assert {r.verdict for r in rows if r.implementation == "eager"} == {"plain"}
+
+
+def test_a_kernel_of_another_dtype_fails():
+    problem = planted(first("swiglu"), lambda y: y.float())
+    verdicts = {r.result: r for r in ops.rows_of(problem, ["triton"])}
+    assert verdicts["y"].verdict == "FAIL" and "dtype float32" in verdicts["y"].message
+
+
+def test_what_an_implementation_raises_is_a_row():
+    def fault(y):
+        raise RuntimeError("out of memory")
+
+    (row,) = ops.rows_of(planted(first("swiglu"), fault), ["triton"])
+    assert row.verdict == "ERROR" and "out of memory" in row.message
+    assert ops.as_json([row])[0]["rms"] is None
+
+
+def test_the_command_writes_its_report(tmp_path, capsys):
+    file = tmp_path / "report.json"
+    arguments = ["ops", "--op", "swiglu", "--dtype", "bfloat16", "--case", "shape-1x1"]
+    assert cli.main([*arguments, "--against", "eager,xla", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["status"] == 0 and report["versions"]["jax"] and report["seed"] == 0
+    assert {row["implementation"] for row in report["rows"]} == {"eager", "xla"}
+    assert "0 of them off" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "relu"], "op must be of"),
+        (["--against", "cuda"], "against must be of"),
+        (["--op", "swiglu", "--case", "no such"], "no case"),
+    ],
+)
+def test_what_cannot_run_is_status_2(arguments, message, capsys):
+    assert cli.main(["ops", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_status_1_where_a_result_is_off(monkeypatch, capsys):
+    real = ops.problems
+    wrong = lambda *args: (planted(p, lambda y: y * 1.02) for p in real(*args))  # noqa: E731
+    monkeypatch.setattr(ops, "problems", wrong)
+    arguments = ["ops", "--op", "swiglu", "--case", "shape-3x7", "--against", "triton"]
+    assert cli.main(arguments) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("torch_setting", "jax_setting", "on_gpu", "same"),
+    [
+        ("highest", None, False, True),
+        ("highest", None, True, False),  # JAX multiplies in TF32 there
+        ("highest", "highest", True, True),
+        ("high", None, True, True),
+        ("high", "float32", True, False),
+        ("medium", "bfloat16", False, True),
+    ],
+)
+def test_precision_settings_mean_the_same(torch_setting, jax_setting, on_gpu, same):
+    ours, theirs = environment.meaning(torch_setting, jax_setting, on_gpu)
+    assert (ours == theirs) is same
+
+
+def test_refuses_two_precisions(monkeypatch, capsys):
+    found = {"torch": "high", "jax": "highest", "torch_means": "tf32", "jax_means": "highest"}
+    monkeypatch.setattr(environment, "precision", lambda: found)
+    assert cli.main(["ops", "--op", "swiglu"]) == 2
+    assert "--precision" in capsys.readouterr().err
