@@ -56,8 +56,8 @@ def _upstream(seed: int, **shapes: tuple[int, ...]) -> Arrays:
     """Normal numbers in steps of 1/16 up to 4, which bfloat16 and float16 hold too."""
     rng = np.random.default_rng([seed, 1])
     return {
-        name: np.round(np.clip(rng.standard_normal(shape), -4, 4) * 16).astype(np.float32) / 16
-        for name, shape in shapes.items()
+        name: np.asarray(np.round(np.clip(rng.standard_normal(s), -4, 4) * 16) / 16, np.float32)
+        for name, s in shapes.items()
     }
 
 

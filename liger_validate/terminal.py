@@ -67,3 +67,67 @@ def _worst(rows: list[Row]) -> list[Row]:
         if key not in worst or row.rms > worst[key].rms:
             worst[key] = row
     return list(worst.values())
+
+
+def show_model(header: dict[str, Any], report: dict[str, Any]) -> None:
+    """Drift by layer, the first place out of its band, and the diagnoses."""
+    console = _console()
+    show_header(console, header)
+    console.print(f"{report['path']}: {report['family']} in {report['dtype']}", highlight=False)
+    labels = list(report["models"])
+    table = Table("module", title="RMS difference from the model in float64, over its own RMS")
+    for label in labels:
+        table.add_column(label, justify="right")
+    table.add_column("limit", justify="right")
+    for name, cells, limit in _drift_rows(report["models"]):
+        table.add_row(name, *cells, limit)
+    console.print(table)
+    for label in labels:
+        first = report["models"][label]["first_out_of_band"]
+        text = f"first leaves its band at {first}" if first else "stays in its band"
+        console.print(f"{label} {text}", style=_BAD if first else None, highlight=False)
+        if report["models"][label]["loss"] is not None:
+            console.print(f"{label}: loss {report['models'][label]['loss']:.7g}", highlight=False)
+    for finding in report["findings"]:
+        console.print(
+            f"{finding['model']}, {finding['station']}: {finding['diagnosis']} "
+            f"({finding['detail']}; off by {finding['error']:.2e}, band {finding['band']:.1e})",
+            style=_BAD,
+            highlight=False,
+        )
+    if "training" in report:
+        _show_training(console, report["training"])
+    console.print("agrees" if report["agrees"] else "differs", highlight=False)
+
+
+def _drift_rows(models: dict[str, Any]) -> Iterable[tuple[str, list[str], str]]:
+    """Layers, the ends and whatever is out of its band in one of the models."""
+    by_name: dict[str, dict[str, dict[str, Any]]] = {}
+    for label, model in models.items():
+        for module in model["modules"]:
+            by_name.setdefault(module["name"], {})[label] = module
+    for name, found in by_name.items():
+        parts = name.split(".")
+        layer = len(parts) == 3 and parts[1] == "layers"
+        bad = any(not module["inside"] for module in found.values())
+        if layer or bad or name in ("model.embed_tokens", "model.norm", "logits"):
+            cells = [
+                "" if label not in found else
+                f"{found[label]['error']:.2e}{'' if found[label]['inside'] else ' !'}"
+                for label in models
+            ]  # fmt: skip
+            yield name, cells, f"{next(iter(found.values()))['limit']:.2e}"
+
+
+def _show_training(console: Console, training: dict[str, Any]) -> None:
+    table = Table("step", title=f"losses, SGD with a rate of {training['learning_rate']:g}")
+    for label in training["models"]:
+        table.add_column(label, justify="right")
+    for step, losses in enumerate(zip(*(m["losses"] for m in training["models"].values()),
+                                      strict=True)):  # fmt: skip
+        table.add_row(str(step), *(f"{loss:.7g}" for loss in losses))
+    console.print(table)
+    for label, model in training["models"].items():
+        first = model["first_out_of_band"]
+        text = f"{first} leaves its band" if first else "losses and weights stay in their bands"
+        console.print(f"{label}: {text}", style=_BAD if first else None, highlight=False)

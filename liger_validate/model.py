@@ -1,0 +1,153 @@
+"""One checkpoint in transformers, plain and patched, and in Flax, on the same tokens."""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from liger_ops.drawing import DTYPES
+from liger_validate import captures, drift
+from liger_validate.batches import Batch, read
+from liger_validate.captures import Capture
+from liger_validate.diagnosis import findings
+from liger_validate.stations import Subject, stations
+
+PLAIN, PATCHED, FLAX = "transformers", "torch_liger", "jax_liger"
+
+
+@dataclass
+class Loaded:
+    """One checkpoint as three models, and `exact`: transformers' in float64.
+
+    config: the checkpoint's, as a `jax_liger.models.Config`. weights: of the checkpoint by name,
+    in float64 after rounding to the dtype.
+    """
+
+    config: Any
+    dtype: str
+    exact: Any
+    models: dict[str, Any]
+    weights: Callable[[str], np.ndarray | None]
+
+
+def load(path: str, dtype: str = "float32") -> Loaded:
+    """Reads a checkpoint three times: a folder, or a name on the hub.
+
+    The models are given attention in plain operations ("eager" in transformers), so that their
+    modules compute what their families' formulas say.
+    """
+    import torch
+    import torch_liger
+    import transformers
+    from jax_liger.models import from_pretrained
+
+    flax = from_pretrained(path, dtype=dtype)
+
+    def of_transformers() -> Any:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation="eager"
+        )
+        return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+    plain, patched = of_transformers(), of_transformers()
+    torch_liger.apply_liger_kernel(patched)
+    exact = copy.deepcopy(plain).double()
+    exact.config._experts_implementation = "eager"  # the grouped product has no float64
+    models = {PLAIN: plain, PATCHED: patched, FLAX: flax}
+    return Loaded(flax.config, dtype, exact, models, weights_of(path, dtype))
+
+
+def weights_of(path: str, dtype: str) -> Callable[[str], np.ndarray | None]:
+    """The checkpoint's tensors by name; None for those that it has not."""
+    from safetensors import safe_open
+
+    from liger_validate.tensors import from_torch
+
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors"]))
+    where = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), "pt") as tensors:
+            where |= dict.fromkeys(tensors.keys(), file)
+
+    @functools.lru_cache(maxsize=8)  # neighbours are asked for together, and one is large
+    def weight(name: str) -> np.ndarray | None:
+        if name not in where:
+            return None
+        with safe_open(str(where[name]), "pt") as tensors:
+            return from_torch(tensors.get_tensor(name)).astype(DTYPES[dtype]).astype(np.float64)
+
+    return weight
+
+
+def captured(loaded: Loaded, batch: Batch, grads: bool = False) -> tuple[Capture, list[Capture]]:
+    """The exact model's capture, and those of the three models."""
+    found = []
+    for label, model in (("exact", loaded.exact), *loaded.models.items()):
+        if label == FLAX:
+            capture = captures.of_flax(model, batch, label)
+        else:
+            capture = captures.of_torch(model, batch, label, loaded.config)
+        if grads and label == FLAX:
+            captures.gradients_of_flax(model, batch, capture)
+        elif grads:
+            captures.gradients_of_torch(model, batch, capture)
+        found.append(capture)
+    return found[0], found[1:]
+
+
+def compare(loaded: Loaded, batch: Batch, *, grads: bool = False) -> dict[str, Any]:
+    """The report on one batch: drift, the first place out of its band, and what is wrong where."""
+    exact, each = captured(loaded, batch, grads)
+    of = {capture.label: capture for capture in each}
+    report: dict[str, Any] = {"dtype": loaded.dtype, "family": loaded.config.model_type}
+    report |= {"models": {}, "findings": [], "batch": list(batch.ids.shape)}
+    for capture in each:
+        # What a model's error is held beside; the plain model's own, beside the patched one's.
+        plain = of[PATCHED if capture.label == PLAIN else PLAIN]
+        drifts = drift.of_outputs(capture, plain, exact, batch.counted)
+        if grads:
+            drifts += drift.of_gradients(capture, plain, exact)
+        subject = Subject(loaded.config, loaded.weights, batch, capture)
+        off = findings(stations(subject), capture.label, capture.dtype, batch.counted)
+        report["findings"] += [asdict(finding) for finding in off]
+        report["models"][capture.label] = _summary(drifts, capture.loss)
+    report["agrees"] = not report["findings"] and all(
+        model["first_out_of_band"] is None for model in report["models"].values()
+    )
+    return report
+
+
+def _summary(drifts: list[drift.Drift], loss: float | None = None) -> dict[str, Any]:
+    first = next((d.name for d in drifts if not d.inside), None)
+    modules = [{**asdict(d), "inside": d.inside} for d in drifts]
+    return {"first_out_of_band": first, "loss": loss, "modules": modules}
+
+
+def validate(
+    path: str,
+    *,
+    batch: str | None = None,
+    dtype: str = "float32",
+    grads: bool = False,
+    steps: int = 0,
+    learning_rate: float = 1e-2,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Loads a checkpoint and compares; with `steps`, it trains all models in step afterwards."""
+    from liger_validate.training import in_step
+
+    loaded = load(path, dtype)
+    tokens = read(batch, loaded.config.vocab_size, seed)
+    report = {"path": str(path), **compare(loaded, tokens, grads=grads)}
+    if steps:
+        report["training"] = in_step(loaded, tokens, steps, learning_rate)
+        report["agrees"] = report["agrees"] and report["training"]["agrees"]
+    return report

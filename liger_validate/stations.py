@@ -1,0 +1,409 @@
+"""The places of a decoder where a capture is held to the formula of its family.
+
+At a station the model's own inputs are put into the formula that the checkpoint's config asks for.
+So a fault is seen where it is, and not in all that comes after it. Beside the formula are others,
+each of which is a kind of fault: if one of them gives what the model gave, that is the diagnosis.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from liger_validate import formulas
+from liger_validate.batches import Batch
+from liger_validate.captures import LOGITS, Capture
+from liger_validate.formulas import float64, rounded
+
+EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+THETAS = (1e4, 1e5, 1.5e5, 5e5, 1e6, 2e6, 5e6, 1e7)
+
+Formula = Callable[[], np.ndarray]
+
+
+@dataclass
+class Station:
+    """One place: what the model gave, the formula, and the faults that are tried.
+
+    kind: "norm", "linear" and so on, for the band. faults: name, detail and formula of each.
+    """
+
+    name: str
+    kind: str
+    actual: np.ndarray
+    formula: Formula
+    faults: list[tuple[str, str, Formula]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A capture with what its checkpoint says.
+
+    config: a `jax_liger.models.Config`. weights: of the checkpoint, (outputs, inputs), float64,
+    rounded to the capture's dtype.
+    """
+
+    config: Any
+    weights: Callable[[str], np.ndarray | None]
+    batch: Batch
+    capture: Capture
+
+    def into(self, name: str) -> np.ndarray | None:
+        """What went into a module, in float64."""
+        found = self.capture.inputs.get(name)
+        return None if found is None else float64(found)
+
+    def out_of(self, name: str) -> np.ndarray | None:
+        """What came out of a module, in float64."""
+        found = self.capture.outputs.get(name)
+        return None if found is None else float64(found)
+
+
+def stations(subject: Subject) -> Iterator[Station]:
+    """In the order in which a forward passes them; those whose arrays were not captured not."""
+    yield from _angles(subject)
+    yield from _embedding(subject)
+    for i, layer in enumerate(subject.config.layers):
+        yield from _layer(subject, f"model.layers.{i}", layer)
+    yield from _norm(subject, "model.norm")
+    yield from _head(subject)
+
+
+def _layer(s: Subject, name: str, layer: Any) -> Iterator[Station]:
+    before_attention, after_attention, before_mlp, after_mlp = (
+        norm and f"{name}.{norm}" for norm in s.config.family.norms
+    )
+    attn, mlp = f"{name}.self_attn", f"{name}.mlp"
+    if before_attention:
+        yield from _norm(s, before_attention)
+    for part in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
+        yield from _linear(s, f"{attn}.{part}")
+    for part in ("q_norm", "k_norm"):
+        yield from _norm(s, f"{attn}.{part}")
+    yield from _attention(s, attn, layer)
+    yield from _linear(s, f"{attn}.o_proj")
+    if after_attention:
+        yield from _norm(s, after_attention)
+    if before_mlp:
+        yield from _norm(s, before_mlp)
+    if not layer.experts:
+        for part in ("gate_proj", "up_proj", "gate_up_proj"):
+            yield from _linear(s, f"{mlp}.{part}")
+        yield from _gated(s, mlp)
+        yield from _linear(s, f"{mlp}.down_proj")
+    if after_mlp:
+        yield from _norm(s, after_mlp)
+    yield from _residual(s, name, after_attention or attn, after_mlp or mlp)
+
+
+def _angles(s: Subject) -> Iterator[Station]:
+    config, positions = s.config, s.batch.positions
+    length = config.max_length or positions.shape[1]
+    for kind in sorted({layer.layer_type for layer in config.layers if layer.rope}):
+        found = s.capture.angles_of(kind)
+        if found is None:
+            continue
+        own = config.frequencies(kind, length)
+        actual = np.stack([np.broadcast_to(float64(a), (*positions.shape, own.rotary_dim))
+                           for a in found], 2)  # fmt: skip
+
+        def formula(shift=0, inv_freq=own.inv_freq, factor=own.attention_factor, at=positions):
+            return np.stack(formulas.angles(at + shift, inv_freq, factor), 2)
+
+        steps = np.broadcast_to(np.arange(positions.shape[1]), positions.shape)
+        exponents = -np.arange(0, own.rotary_dim, 2) / own.rotary_dim
+        faults: list[tuple[str, str, Formula]] = [
+            ("position offset", f"positions are off by {shift}", lambda n=shift: formula(n))
+            for shift in (-2, -1, 1, 2)
+        ]
+        faults.append(("position offset", "padding is counted", lambda: formula(at=steps)))
+        for theta in dict.fromkeys((*THETAS, _theta_of(actual, positions))):
+            if theta is not None:
+                faults.append(
+                    ("wrong theta", f"theta is {theta:.6g}, without scaling",
+                     lambda base=theta: formula(inv_freq=base**exponents))
+                )  # fmt: skip
+        faults.append(("scale", "cos and sin without their factor", lambda: formula(factor=1.0)))
+        yield Station(f"model.rotary_emb ({kind})", "angles", actual, formula, faults)
+
+
+def _theta_of(actual: np.ndarray, positions: np.ndarray) -> float | None:
+    """The base of these angles, from the second slowest of them at position 1."""
+    half = actual.shape[-1] // 2
+    rows = np.argwhere(positions == 1)
+    if half < 3 or not len(rows):
+        return None
+    b, t = rows[0]
+    angle = np.arctan2(actual[b, t, 1, half - 2], actual[b, t, 0, half - 2])
+    return float(angle ** (-half / (half - 2))) if angle > 0 else None
+
+
+def _embedding(s: Subject) -> Iterator[Station]:
+    actual, table = s.into("model.layers.0"), s.weights("model.embed_tokens.weight")
+    if actual is None or table is None:
+        return
+    config, dtype = s.config, s.capture.dtype
+    factor = config.embedding_multiplier
+    if config.family.scaled_embedding:
+        factor = float(rounded(np.asarray(factor), dtype))
+    formula = lambda f=factor: rounded(table[s.batch.ids] * f, dtype)  # noqa: E731
+    faults: list[tuple[str, str, Formula]] = []
+    for other, detail in (
+        (1.0, "the embedding without its multiplier"),
+        (config.hidden_size**0.5, "the embedding times sqrt(D)"),
+    ):
+        if abs(other - factor) > 1e-3 * factor:
+            faults.append(("scale", detail, lambda f=other: formula(f)))
+    yield Station("model.embed_tokens", "embedding", actual, formula, faults)
+
+
+def _norm(s: Subject, name: str) -> Iterator[Station]:
+    x, actual, weight = s.into(name), s.out_of(name), s.weights(f"{name}.weight")
+    if x is None or actual is None or weight is None:
+        return
+    config = s.config
+    own = {
+        "eps": config.rms_norm_eps,
+        "offset": config.family.norm_offset,
+        "casting": config.family.norm_casting_mode,
+        "dtype": s.capture.dtype,
+    }
+
+    def formula(x=x, weight=weight, **changed):
+        return formulas.rms_norm(x, weight, **{**own, **changed})
+
+    offset, order = 1.0 - own["offset"], "gemma" if own["casting"] == "llama" else "llama"
+    ones = np.full_like(weight, 1.0 - own["offset"])
+    faults: list[tuple[str, str, Formula]] = [
+        ("norm offset", f"{offset:g} is added to the weight instead of {own['offset']:g}",
+         lambda: formula(offset=offset)),
+        ("cast order", f"it rounds as {order!r} does", lambda: formula(casting=order)),
+        ("norm weight", "the weight is left out", lambda: formula(weight=ones)),
+        ("norm kind", "the mean is taken out first",
+         lambda: formula(x=x - np.mean(x, -1, keepdims=True))),
+    ]  # fmt: skip
+    for eps in dict.fromkeys((*EPSILONS, _eps_of(x, actual, weight + own["offset"]))):
+        if eps is not None and eps != own["eps"]:
+            faults.append(
+                ("eps", f"eps is {eps:.3g} and not {own['eps']:g}", lambda e=eps: formula(eps=e))
+            )
+    yield Station(name, "norm", actual, formula, faults)
+
+
+def _eps_of(x: np.ndarray, actual: np.ndarray, weight: np.ndarray) -> float | None:
+    """The eps with which x would be normed to what it was: the median over the rows."""
+    unscaled = x * weight
+    r = np.sum(actual * unscaled, -1) / np.maximum(np.sum(unscaled**2, -1), 1e-300)
+    with np.errstate(divide="ignore"):
+        eps = float(np.median(1.0 / r**2 - np.mean(x * x, -1)))
+    return eps if np.isfinite(eps) and eps > 0 else None
+
+
+_SIBLINGS = {
+    "q_proj": ("k_proj", "v_proj"),
+    "k_proj": ("v_proj", "q_proj"),
+    "v_proj": ("k_proj", "q_proj"),
+    "gate_proj": ("up_proj",),
+    "up_proj": ("gate_proj",),
+}
+
+
+def _linear(s: Subject, name: str) -> Iterator[Station]:
+    x, actual, weight = s.into(name), s.out_of(name), s.weights(f"{name}.weight")
+    if x is None or actual is None or weight is None:
+        return
+    bias, dtype = s.weights(f"{name}.bias"), s.capture.dtype
+    formula = lambda x=x, w=weight, b=bias: formulas.linear(x, w, b, dtype)  # noqa: E731
+    faults = _precisions(x, weight, formula, dtype)
+    if bias is not None:
+        faults.append(("missing bias", "the bias is left out", lambda: formula(b=None)))
+    parent, _, part = name.rpartition(".")
+    for sibling in _SIBLINGS.get(part, ()):
+        other = s.weights(f"{parent}.{sibling}.weight")
+        if other is not None and other.shape == weight.shape:
+            b = s.weights(f"{parent}.{sibling}.bias")
+            kind = "swapped gate/up" if part in ("gate_proj", "up_proj") else "swapped projections"
+            faults.append(
+                (kind, f"it has {sibling}'s weight", lambda w=other, b=b: formula(w=w, b=b))
+            )
+    if part == "gate_up_proj":
+        halves = np.concatenate(np.split(weight, 2)[::-1])
+        faults.append(("swapped gate/up", "its halves are swapped", lambda: formula(w=halves)))
+    if weight.shape[0] == weight.shape[1]:
+        faults.append(("transposed weight", "the weight is transposed",
+                       lambda: formula(w=weight.T)))  # fmt: skip
+    if part in ("q_proj", "k_proj"):
+        for order in _row_orders(s.config.head_dim, weight.shape[0]):
+            b = None if bias is None else bias[order]
+            faults.append(("rotation layout", "rows are ordered for another layout",
+                           lambda o=order, b=b: formula(w=weight[o], b=b)))  # fmt: skip
+    yield Station(name, "linear", actual, formula, faults)
+
+
+def _row_orders(head_dim: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of halves to neighbours, and of neighbours to halves, in every head."""
+    one = np.arange(head_dim).reshape(2, -1).T.reshape(-1)
+    heads = np.arange(0, rows, head_dim)[:, None]
+    return (heads + one).reshape(-1), (heads + np.argsort(one)).reshape(-1)
+
+
+def _precisions(x, weight, formula, dtype) -> list[tuple[str, str, Formula]]:
+    if dtype != "float32":
+        return []
+    tf32 = formulas.rounded_to_tf32
+    low = lambda a: rounded(a, "bfloat16")  # noqa: E731
+    return [
+        ("precision", "products are taken in TF32", lambda: formula(x=tf32(x), w=tf32(weight))),
+        ("precision", "products are taken in bfloat16", lambda: formula(x=low(x), w=low(weight))),
+    ]
+
+
+def _gated(s: Subject, name: str) -> Iterator[Station]:
+    actual = s.into(f"{name}.down_proj")
+    gate, up = (_projected(s, name, part) for part in ("gate_proj", "up_proj"))
+    if actual is None or gate is None or up is None:
+        return
+    dtype, own = s.capture.dtype, s.config.activation
+    formula = lambda g=gate, u=up, a=own: formulas.gated(g, u, a, dtype)  # noqa: E731
+    faults: list[tuple[str, str, Formula]] = [
+        ("swapped gate/up", "the activation is of up", lambda: formula(up, gate))
+    ]
+    faults += [
+        ("activation", f"the activation is {other} and not {own}", lambda a=other: formula(a=a))
+        for other in ("silu", "gelu_tanh", "gelu")
+        if other != own
+    ]
+    yield Station(f"{name}.act_fn", "gated", actual, formula, faults)
+
+
+def _projected(s: Subject, name: str, part: str) -> np.ndarray | None:
+    """A projection's result; by the formula where a fused kernel does not show it."""
+    found = s.out_of(f"{name}.{part}")
+    both = s.out_of(f"{name}.gate_up_proj")
+    if found is None and both is not None:
+        return np.split(both, 2, -1)[part == "up_proj"]
+    x, weight = s.into(name), s.weights(f"{name}.{part}.weight")
+    if found is None and x is not None and weight is not None:
+        return formulas.linear(x, weight, s.weights(f"{name}.{part}.bias"), s.capture.dtype)
+    return found
+
+
+def _attention(s: Subject, name: str, layer: Any) -> Iterator[Station]:
+    actual, heads = s.into(f"{name}.o_proj"), _heads(s, name)
+    angles = s.capture.angles_of(layer.layer_type) if layer.rope else None
+    if actual is None or heads is None or (layer.rope and angles is None):
+        return
+    config, mask = s.config, s.batch.mask
+    if angles is not None:
+        shape = (*mask.shape, angles[0].shape[-1])
+        angles = tuple(np.broadcast_to(float64(a), shape) for a in angles)  # type: ignore[assignment]
+    own = {
+        "scale": config.attention_scale,
+        "softcap": config.attention_softcap,
+        "layout": "half",
+        "seen": formulas.visible(mask, window=layer.window),
+        "angles": angles,
+        "dtype": s.capture.dtype,
+    }
+    formula = lambda **changed: formulas.attention(*heads, **{**own, **changed})  # noqa: E731
+    faults: list[tuple[str, str, Formula]] = []
+    if angles is not None:
+        cos, sin = angles
+        half = cos.shape[-1] // 2
+        pairs = tuple(np.repeat(a[..., :half], 2, -1) for a in angles)
+        faults += [
+            ("rotation layout", "neighbours are rotated and not halves",
+             lambda: formula(angles=pairs, layout="interleaved")),
+            ("rotation direction", "it rotates backwards", lambda: formula(angles=(cos, -sin))),
+            ("rotation missing", "nothing is rotated", lambda: formula(angles=None)),
+        ]  # fmt: skip
+    H, D = config.head_dim, config.hidden_size
+    for scale in dict.fromkeys((1.0, H**-0.5, 1.0 / H, D**-0.5, own["scale"] * H**-0.5)):
+        if abs(scale - own["scale"]) > 1e-3 * own["scale"]:
+            faults.append(("scale", f"scores are times {scale:.4g} and not {own['scale']:.4g}",
+                           lambda f=scale: formula(scale=f)))  # fmt: skip
+    if own["softcap"] is not None:
+        faults.append(("softcap", "scores are not capped", lambda: formula(softcap=None)))
+    for detail, seen in _masks(mask, layer.window):
+        faults.append(("mask", detail, lambda a=seen: formula(seen=a)))
+    yield Station(f"{name}.core", "attention", actual, formula, faults)
+
+
+def _masks(mask: np.ndarray, window: int | None) -> Iterator[tuple[str, np.ndarray]]:
+    yield "queries see what comes after them", formulas.visible(mask, causal=False, window=window)
+    if not mask.all():
+        yield "padding is seen", formulas.visible(np.ones_like(mask), window=window)
+    if window is not None:
+        yield "the window is left out", formulas.visible(mask)
+        for other in (window - 1, window + 1):
+            yield f"the window is {other} and not {window}", formulas.visible(mask, window=other)
+
+
+def _heads(s: Subject, name: str) -> list[np.ndarray] | None:
+    """q, k and v (B, T, heads, H) as they go into the rotation."""
+    config = s.config
+    both = s.out_of(f"{name}.qkv_proj")
+    if both is not None:
+        q = config.num_attention_heads * config.head_dim
+        k = config.num_key_value_heads * config.head_dim
+        found: list[Any] = np.split(both, (q, q + k), -1)
+    else:
+        found = [
+            s.out_of(f"{name}.{part}_norm") if config.family.qk_norm and part != "v" else None
+            for part in "qkv"
+        ]
+        found = [
+            s.out_of(f"{name}.{part}_proj") if a is None else a
+            for part, a in zip("qkv", found, strict=True)
+        ]
+    if any(a is None for a in found):
+        return None
+    return [a.reshape(*s.batch.ids.shape, -1, config.head_dim) for a in found]
+
+
+def _residual(s: Subject, name: str, attn: str, mlp: str) -> Iterator[Station]:
+    x, actual = s.into(name), s.out_of(name)
+    first, second = s.out_of(attn), s.out_of(mlp)
+    if x is None or actual is None or first is None or second is None:
+        return
+    dtype, own = s.capture.dtype, s.config.residual_multiplier
+
+    def formula(factor=own):
+        middle = rounded(x + rounded(factor * first, dtype), dtype)
+        return rounded(middle + rounded(factor * second, dtype), dtype)
+
+    faults: list[tuple[str, str, Formula]] = []
+    if own != 1.0:
+        faults.append(("scale", "the residual multiplier is left out", lambda: formula(1.0)))
+    faults.append(("residual", "what attention gave is not added",
+                   lambda: rounded(x + rounded(own * second, dtype), dtype)))  # fmt: skip
+    yield Station(name, "residual", actual, formula, faults)
+
+
+def _head(s: Subject) -> Iterator[Station]:
+    x, actual = s.out_of("model.norm"), s.out_of(LOGITS)
+    table = s.weights("model.embed_tokens.weight")
+    tied = s.config.tie_word_embeddings
+    weight = table if tied else s.weights("lm_head.weight")
+    if x is None or actual is None or weight is None or table is None:
+        return
+    config, dtype, size = s.config, s.capture.dtype, s.config.vocab_size
+    weight, table, actual = weight[:size], table[:size], actual[..., :size]
+
+    def formula(x=x, w=weight, scale=config.logit_scale, cap=config.final_softcap):
+        logits = scale * (x @ w.T)
+        return rounded(logits if cap is None else cap * np.tanh(logits / cap), dtype)
+
+    faults = _precisions(x, weight, formula, dtype)
+    if not tied:
+        faults.append(("tied head", "the head is the embedding table", lambda: formula(w=table)))
+    elif s.capture.head is not None:
+        own = float64(s.capture.head)[:size]
+        faults.append(("tied head", "the head is not the embedding table",
+                       lambda: formula(w=own)))  # fmt: skip
+    if config.logit_scale != 1.0:
+        faults.append(("scale", "the logits' scale is left out", lambda: formula(scale=1.0)))
+    if config.final_softcap is not None:
+        faults.append(("softcap", "the logits are not capped", lambda: formula(cap=None)))
+    yield Station(LOGITS, "head", actual, formula, faults)

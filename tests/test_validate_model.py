@@ -1,0 +1,113 @@
+"""`liger-validate model`: clean checkpoints pass, and planted faults are found and named."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import model_cases
+from liger_validate import cli
+from liger_validate.model import FLAX, PATCHED, PLAIN, compare, load
+from validate_cases import CHECKPOINTS, FAULTS, batch
+
+
+@pytest.fixture(autouse=True)
+def _full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    @functools.cache
+    def make(name):
+        path = tmp_path_factory.mktemp("checkpoint")
+        model_cases.checkpoint(CHECKPOINTS[name], path)
+        return str(path)
+
+    return make
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_clean_checkpoint_raises_no_alarm(folder, name, dtype):
+    report = compare(load(folder(name), dtype), batch())
+    assert report["agrees"] and report["findings"] == []
+    assert list(report["models"]) == [PLAIN, PATCHED, FLAX]
+    for model in report["models"].values():
+        names = [module["name"] for module in model["modules"]]
+        assert model["first_out_of_band"] is None
+        assert {"model.embed_tokens", "model.layers.1.mlp", "model.norm", "logits"} <= {*names}
+        assert all(0 <= module["error"] < 0.05 for module in model["modules"])
+        assert len(model["modules"][0]["by_position"]) == batch().ids.shape[1]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_and_named(folder, name, monkeypatch):
+    fault = FAULTS[name]
+    loaded = load(folder(fault.checkpoint), fault.dtype)
+    fault.plant(loaded.models[fault.label], monkeypatch)
+    report = compare(loaded, batch())
+    assert not report["agrees"]
+    assert {finding["model"] for finding in report["findings"]} == {fault.label}
+    first = report["findings"][0]
+    assert (first["station"], first["diagnosis"]) == (fault.station, fault.diagnosis)
+    assert fault.detail in first["detail"]
+    assert {finding["diagnosis"] for finding in report["findings"]} == {fault.diagnosis}
+    for label, model in report["models"].items():
+        drifted = model["first_out_of_band"] is not None
+        assert drifted == (label == fault.label and not fault.hides), label
+
+
+def test_there_are_twelve_kinds_of_fault():
+    assert len({fault.diagnosis for fault in FAULTS.values()}) >= 12
+
+
+def test_a_fault_of_no_known_kind_is_found_too(folder):
+    loaded = load(folder("llama"))
+    linear = loaded.models[FLAX].model.layers[1].mlp.up_proj
+    linear.kernel[...] = linear.kernel[...].at[3, 5].add(0.5)
+    report = compare(loaded, batch())
+    assert [(f["station"], f["diagnosis"]) for f in report["findings"]] == [
+        ("model.layers.1.mlp.up_proj", "unknown")
+    ]
+    assert report["models"][FLAX]["first_out_of_band"] == "model.layers.1.mlp.up_proj"
+
+
+def test_gradients_and_training_agree_and_a_fault_is_seen(folder, tmp_path, capsys):
+    file = tmp_path / "report.json"
+    arguments = ["model", folder("qwen2"), "--grads", "--steps", "2", "--json", str(file)]
+    assert cli.main(arguments) == 0, capsys.readouterr()
+    report = json.loads(file.read_text())
+    assert report["status"] == 0 and report["precision"]["torch_means"] == "highest"
+    for label, model in report["models"].items():
+        gradients = [m["name"] for m in model["modules"] if m["name"].endswith(".grad")]
+        assert len(gradients) == 2 * 12 + 3, (label, gradients)
+    losses = [np.array(m["losses"]) for m in report["training"]["models"].values()]
+    assert losses[0].shape == (2,) and losses[0][1] < losses[0][0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
+    assert "agrees" in capsys.readouterr().out
+
+
+def test_status_1_and_2(folder, tmp_path, capsys, monkeypatch):
+    from liger_validate import model
+
+    real = model.load
+
+    def wrong(*args):
+        loaded = real(*args)
+        loaded.models[FLAX].model.norm.offset = 1.0
+        return loaded
+
+    monkeypatch.setattr(model, "load", wrong)
+    tokens = tmp_path / "batch.json"
+    tokens.write_text(json.dumps({"input_ids": [[5, 6, 7, 8]], "attention_mask": [[1, 1, 1, 0]]}))
+    assert cli.main(["model", folder("llama"), "--batch", str(tokens)]) == 1
+    assert "jax_liger, model.norm: norm offset" in capsys.readouterr().out
+    assert cli.main(["model", str(tmp_path / "nothing")]) == 2
+    tokens.write_text(json.dumps({"input_ids": [[5, 600]]}))
+    assert cli.main(["model", folder("llama"), "--batch", str(tokens)]) == 2
+    assert "input_ids must be from 0 to 60" in capsys.readouterr().err
