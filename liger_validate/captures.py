@@ -5,6 +5,7 @@ wrapped for the length of one forward, which is not jitted: arrays then have the
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,7 +113,28 @@ def _torch_inputs(model: Any, batch: Batch) -> dict[str, Any]:
     arrays = {"input_ids": batch.ids, "position_ids": batch.positions}
     if batch.padded:
         arrays["attention_mask"] = batch.mask
-    return {k: torch.as_tensor(v, dtype=torch.long, device=device) for k, v in arrays.items()}
+    return {k: torch.tensor(v, dtype=torch.long, device=device) for k, v in arrays.items()}
+
+
+@contextlib.contextmanager
+def softmax_in_float64() -> Iterator[None]:
+    """For a model in float64: transformers asks softmax for float32.
+
+    There the least float64, by which a key is masked, is -inf, and a query that sees no key is NaN.
+    """
+    import torch
+
+    original = torch.nn.functional.softmax
+
+    def softmax(x: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        wide = x.dtype == torch.float64
+        return original(x, *args, dtype=torch.float64 if wide else dtype, **kwargs)
+
+    torch.nn.functional.softmax = softmax
+    try:
+        yield
+    finally:
+        torch.nn.functional.softmax = original
 
 
 def gradients_of_torch(model: Any, batch: Batch, capture: Capture) -> None:
@@ -122,7 +144,7 @@ def gradients_of_torch(model: Any, batch: Batch, capture: Capture) -> None:
     from liger_validate.tensors import from_torch
 
     inputs = _torch_inputs(model, batch)
-    counted = torch.as_tensor(batch.counted, device=inputs["input_ids"].device)
+    counted = torch.tensor(batch.counted, device=inputs["input_ids"].device)
     labels = inputs["input_ids"].masked_fill(~counted, -100)
     model.zero_grad(set_to_none=True)
     loss = model(**inputs, labels=labels, use_cache=False).loss
@@ -156,21 +178,26 @@ def _flax_inputs(batch: Batch) -> dict[str, Any]:
 
 def gradients_of_flax(model: Any, batch: Batch, capture: Capture) -> None:
     """Adds the loss and its gradients to the capture, laid out as PyTorch has them."""
+    capture.loss, grads = loss_and_gradients(model, batch)
+    capture.gradients = as_torch(grads, model.config)
+
+
+def loss_and_gradients(model: Any, batch: Batch) -> tuple[float, Any]:
+    """The loss of a Flax model, and a model of its gradients."""
+    import jax.numpy as jnp
+
+    inputs = {"input_ids": jnp.asarray(batch.ids), **_flax_inputs(batch)}
+    loss, grads = _jitted()(model, inputs)
+    return float(loss), grads
+
+
+@functools.cache
+def _jitted() -> Any:
     import jax
 
     from jax_liger.models import loss_fn
 
-    capture.loss, grads = loss_and_gradients(jax.jit(jax.value_and_grad(loss_fn)), model, batch)
-    capture.gradients = as_torch(grads, model.config)
-
-
-def loss_and_gradients(function: Any, model: Any, batch: Batch) -> tuple[float, Any]:
-    """Of a jitted `value_and_grad(loss_fn)`: the loss, and a model of gradients."""
-    import jax.numpy as jnp
-
-    inputs = {"input_ids": jnp.asarray(batch.ids), **_flax_inputs(batch)}
-    loss, grads = function(model, inputs)
-    return float(loss), grads
+    return jax.jit(jax.value_and_grad(loss_fn))
 
 
 def as_torch(model: Any, config: Any) -> dict[str, np.ndarray]:
@@ -179,6 +206,7 @@ def as_torch(model: Any, config: Any) -> dict[str, np.ndarray]:
     Of experts none: transformers holds them otherwise than checkpoints do.
     """
     from flax import nnx
+
     from jax_liger.models.names import pieces_of
 
     found: dict[str, np.ndarray] = {}
@@ -197,6 +225,7 @@ def as_torch(model: Any, config: Any) -> dict[str, np.ndarray]:
 def _watched(model: Any, capture: Capture) -> Iterator[None]:
     import jax
     from flax import nnx
+
     from jax_liger.models import decoder
 
     names = {
@@ -206,7 +235,9 @@ def _watched(model: Any, capture: Capture) -> Iterator[None]:
 
     def keep(name: str, given: Any, output: Any) -> None:
         for kept, value in ((capture.inputs, given), (capture.outputs, _first(output))):
-            if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.numpy.floating):
+            if isinstance(value, jax.Array) and jax.numpy.issubdtype(
+                value.dtype, jax.numpy.floating
+            ):
                 kept[name] = np.asarray(value)
 
     def wrapped(call: Any) -> Any:

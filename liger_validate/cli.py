@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,17 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _write(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        text = json.dumps(_finite(report), indent=1, allow_nan=False)
+        arguments.json.write_text(text + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """None for what is not finite, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _ops(arguments: argparse.Namespace) -> int:
@@ -88,7 +100,10 @@ def _ops(arguments: argparse.Namespace) -> int:
     terminal.show_ops(header, rows, left_out, arguments.all_rows)
     passed = all(row.verdict in ("pass", "plain") for row in rows)
     status = AGREES if passed else DIFFERS
-    _write(arguments, {**header, "left_out": left_out, "status": status, "rows": ops.as_json(rows)})
+    _write(
+        arguments,
+        {**header, "left_out": left_out, "status": status, "rows": [asdict(row) for row in rows]},
+    )
     return status
 
 

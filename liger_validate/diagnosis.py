@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from liger_validate.stations import Station
+from liger_validate.subject import Station
 
 # What a station may be off by, RMS over RMS: the sums' rounding in float32, and in bfloat16 the
 # numbers that fall to the other side of a rounding, or are rounded once more or less in between, as

@@ -1,7 +1,7 @@
 """How far models have drifted from the exact one, by module and by position, and what is expected.
 
 Exact is transformers' own model with the checkpoint's numbers, rounded to the dtype, in float64.
-(Its norms and its softmax compute in float32 even then.) A model may be FACTOR times as far from it
+(Its norms compute in float32 even then.) A model may be FACTOR times as far from it
 as transformers' own model in the dtype is, and a floor.
 """
 
@@ -29,7 +29,7 @@ class Drift:
     @property
     def inside(self) -> bool:
         """Whether it is in the band for the dtype."""
-        return self.error <= self.limit
+        return bool(np.isfinite(self.limit)) and self.error <= self.limit
 
 
 def limit_of(plain: float, dtype: str) -> float:
@@ -60,8 +60,7 @@ def of_outputs(
         if wanted.size % counted.size:
             continue  # experts' rows are not those of tokens
         wanted, actual, base = (
-            np.asarray(a).reshape(*counted.shape, -1).astype(np.float64)
-            for a in (wanted, *arrays)
+            np.asarray(a).reshape(*counted.shape, -1).astype(np.float64) for a in (wanted, *arrays)
         )
         scale = float(_rms(wanted[counted]))
         errors = [_relative(a[counted], wanted[counted], scale) for a in (actual, base)]

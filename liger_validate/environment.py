@@ -56,9 +56,10 @@ def precision() -> dict[str, Any]:
     import torch
 
     on_gpu = jax.default_backend() == "gpu"
-    given = (torch.get_float32_matmul_precision(), jax.config.jax_default_matmul_precision)
-    ours, theirs = meaning(given[0], given[1], on_gpu)
-    return {"torch": given[0], "jax": given[1], "torch_means": ours, "jax_means": theirs}
+    config: Any = jax.config
+    torchs, jaxs = torch.get_float32_matmul_precision(), config.jax_default_matmul_precision
+    ours, theirs = meaning(torchs, jaxs, on_gpu)
+    return {"torch": torchs, "jax": jaxs, "torch_means": ours, "jax_means": theirs}
 
 
 def set_precision(name: str) -> None:

@@ -14,7 +14,8 @@ from liger_validate import captures, drift
 from liger_validate.batches import Batch, read
 from liger_validate.captures import Capture
 from liger_validate.diagnosis import findings
-from liger_validate.stations import Subject, stations
+from liger_validate.stations import stations
+from liger_validate.subject import Subject
 
 PLAIN, PATCHED, FLAX = "transformers", "torch_liger", "jax_liger"
 
@@ -41,14 +42,15 @@ def load(path: str, dtype: str = "float32") -> Loaded:
     modules compute what their families' formulas say.
     """
     import torch
-    import torch_liger
     import transformers
+
+    import torch_liger
     from jax_liger.models import from_pretrained
 
     flax = from_pretrained(path, dtype=dtype)
 
     def of_transformers() -> Any:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation="eager"
         )
         return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -89,18 +91,20 @@ def weights_of(path: str, dtype: str) -> Callable[[str], np.ndarray | None]:
 
 def captured(loaded: Loaded, batch: Batch, grads: bool = False) -> tuple[Capture, list[Capture]]:
     """The exact model's capture, and those of the three models."""
-    found = []
-    for label, model in (("exact", loaded.exact), *loaded.models.items()):
+
+    def of(label: str, model: Any) -> Capture:
         if label == FLAX:
             capture = captures.of_flax(model, batch, label)
         else:
             capture = captures.of_torch(model, batch, label, loaded.config)
-        if grads and label == FLAX:
-            captures.gradients_of_flax(model, batch, capture)
-        elif grads:
-            captures.gradients_of_torch(model, batch, capture)
-        found.append(capture)
-    return found[0], found[1:]
+        if grads:
+            add = captures.gradients_of_flax if label == FLAX else captures.gradients_of_torch
+            add(model, batch, capture)
+        return capture
+
+    with captures.softmax_in_float64():
+        exact = of("exact", loaded.exact)
+    return exact, [of(label, model) for label, model in loaded.models.items()]
 
 
 def compare(loaded: Loaded, batch: Batch, *, grads: bool = False) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from liger_ops.drawing import DTYPES
 from liger_validate.judge import PLAIN, ULP, Error, Results, limit_of
 from liger_validate.problems import Problem, problems
 
@@ -174,27 +173,18 @@ def _judged(label, result, name, first, second, plains, exact) -> Row:
         verdict = "FAIL"
         message = f"limits {limit.rms:.3e} and {limit.largest:.3e}"
     return Row(
-        *label,
-        result,
-        name,
-        error.rms,
-        error.largest,
-        error.largest / ULP[dtype],
-        base.rms,
-        base.largest,
-        error.rms / base.rms if base.rms else (1.0 if error.rms == 0.0 else float("inf")),
-        actual.tobytes() == second[result].tobytes(),
-        verdict,
-        message,
+        op=label[0],
+        case=label[1],
+        dtype=label[2],
+        result=result,
+        implementation=name,
+        rms=error.rms,
+        largest=error.largest,
+        ulp=error.largest / ULP[dtype],
+        plain_rms=base.rms,
+        plain_largest=base.largest,
+        ratio=error.rms / base.rms if base.rms else (1.0 if error.rms == 0.0 else float("inf")),
+        repeatable=actual.tobytes() == second[result].tobytes(),
+        verdict=verdict,
+        message=message,
     )
-
-
-def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Rows as dicts, with None for what is not finite, which JSON has not."""
-    finite = lambda v: None if isinstance(v, float) and not np.isfinite(v) else v  # noqa: E731
-    return [{key: finite(value) for key, value in asdict(row).items()} for row in rows]
-
-
-def known_dtypes() -> tuple[str, ...]:
-    """The dtypes that cases have."""
-    return tuple(name for name in DTYPES if name != "float64")

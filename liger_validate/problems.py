@@ -68,7 +68,8 @@ def _in_jax(package: Any) -> bool:
 def _rms_norm(case: Any, seed: int) -> Problem:
     inputs = case.draw(seed)
     fused = "residual" in inputs
-    upstream = _upstream(seed, **dict.fromkeys(("y", "h") if fused else ("y",), case.shape))
+    shapes = {"y": case.shape, "h": case.shape} if fused else {"y": case.shape}
+    upstream = _upstream(seed, **shapes)
     settings = {"eps": case.eps, "offset": case.offset}
     x, weight, residual = (inputs.get(name) for name in ("x", "weight", "residual"))
 
@@ -91,14 +92,14 @@ def _rms_norm(case: Any, seed: int) -> Problem:
 def _layer_norm(case: Any, seed: int) -> Problem:
     inputs = case.draw(seed)
     upstream = _upstream(seed, y=case.shape)
-    arrays = [inputs.get(name) for name in ("x", "weight", "bias")]
+    arrays: Any = [inputs.get(name) for name in ("x", "weight", "bias")]
 
     def call(package, implementation, given):
         return (package.layer_norm(**given, eps=case.eps, implementation=implementation),)
 
     exact = {
         **layer_norm_oracle.forward(*arrays, eps=case.eps),
-        **layer_norm_oracle.backward(*arrays, upstream["y"], eps=case.eps),
+        **layer_norm_oracle.backward(*arrays, dy=upstream["y"], eps=case.eps),
     }
     return Problem(
         "layer_norm", case.name, case.dtype, inputs, tuple(inputs), upstream, exact, call
@@ -165,10 +166,11 @@ def _cross_entropy(case: Any, seed: int) -> Problem:
 def _fused_linear_cross_entropy(case: Any, seed: int) -> Problem:
     inputs, arguments = case.draw(seed), case.arguments
     upstream = _upstream(seed, loss=case.rows if arguments.reduction == "none" else ())
-    arrays = [inputs.get(k) for k in ("hidden", "weight", "labels", "class_weight", "bias")]
+    arrays: Any = [inputs.get(k) for k in ("hidden", "weight", "labels", "class_weight", "bias")]
+    settings: Any = {"arguments": arguments, "logit_scale": case.logit_scale}
     exact = {
-        "loss": flce_oracle.forward(*arrays, arguments, case.logit_scale)["loss"],
-        **flce_oracle.backward(*arrays, arguments, upstream["loss"], case.logit_scale),
+        "loss": flce_oracle.forward(*arrays, **settings)["loss"],
+        **flce_oracle.backward(*arrays, **settings, dloss=upstream["loss"]),
     }
 
     def call(package, implementation, given):
@@ -194,11 +196,11 @@ def _lora_linear(case: Any, seed: int) -> Problem:
     factors: Any = 1.0
     if case.dropout_p:
         factors = lora_oracle.dropout_factors(case.seed, inputs["x"].shape, case.dropout_p)
-    arrays = [inputs.get(k) for k in ("x", "weight", "lora_a", "lora_b", "bias")]
+    arrays: Any = [inputs.get(k) for k in ("x", "weight", "lora_a", "lora_b", "bias")]
     settings = {"scaling": case.scaling, "factors": factors}
     exact = {
         **lora_oracle.forward(*arrays, **settings),
-        **lora_oracle.backward(*arrays, upstream["y"], **settings),
+        **lora_oracle.backward(*arrays, dy=upstream["y"], **settings),
     }
 
     def call(package, implementation, given):

@@ -5,64 +5,22 @@ So a fault is seen where it is, and not in all that comes after it. Beside the f
 each of which is a kind of fault: if one of them gives what the model gave, that is the diagnosis.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from liger_validate import formulas
-from liger_validate.batches import Batch
-from liger_validate.captures import LOGITS, Capture
+from liger_validate import attention_stations, formulas
+from liger_validate.captures import LOGITS
 from liger_validate.formulas import float64, rounded
+from liger_validate.subject import Formula, Station, Subject, usual
 
 EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
-THETAS = (1e4, 1e5, 1.5e5, 5e5, 1e6, 2e6, 5e6, 1e7)
-
-Formula = Callable[[], np.ndarray]
-
-
-@dataclass
-class Station:
-    """One place: what the model gave, the formula, and the faults that are tried.
-
-    kind: "norm", "linear" and so on, for the band. faults: name, detail and formula of each.
-    """
-
-    name: str
-    kind: str
-    actual: np.ndarray
-    formula: Formula
-    faults: list[tuple[str, str, Formula]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A capture with what its checkpoint says.
-
-    config: a `jax_liger.models.Config`. weights: of the checkpoint, (outputs, inputs), float64,
-    rounded to the capture's dtype.
-    """
-
-    config: Any
-    weights: Callable[[str], np.ndarray | None]
-    batch: Batch
-    capture: Capture
-
-    def into(self, name: str) -> np.ndarray | None:
-        """What went into a module, in float64."""
-        found = self.capture.inputs.get(name)
-        return None if found is None else float64(found)
-
-    def out_of(self, name: str) -> np.ndarray | None:
-        """What came out of a module, in float64."""
-        found = self.capture.outputs.get(name)
-        return None if found is None else float64(found)
 
 
 def stations(subject: Subject) -> Iterator[Station]:
     """In the order in which a forward passes them; those whose arrays were not captured not."""
-    yield from _angles(subject)
+    yield from attention_stations.angles(subject)
     yield from _embedding(subject)
     for i, layer in enumerate(subject.config.layers):
         yield from _layer(subject, f"model.layers.{i}", layer)
@@ -81,7 +39,7 @@ def _layer(s: Subject, name: str, layer: Any) -> Iterator[Station]:
         yield from _linear(s, f"{attn}.{part}")
     for part in ("q_norm", "k_norm"):
         yield from _norm(s, f"{attn}.{part}")
-    yield from _attention(s, attn, layer)
+    yield from attention_stations.attention(s, attn, layer)
     yield from _linear(s, f"{attn}.o_proj")
     if after_attention:
         yield from _norm(s, after_attention)
@@ -95,48 +53,6 @@ def _layer(s: Subject, name: str, layer: Any) -> Iterator[Station]:
     if after_mlp:
         yield from _norm(s, after_mlp)
     yield from _residual(s, name, after_attention or attn, after_mlp or mlp)
-
-
-def _angles(s: Subject) -> Iterator[Station]:
-    config, positions = s.config, s.batch.positions
-    length = config.max_length or positions.shape[1]
-    for kind in sorted({layer.layer_type for layer in config.layers if layer.rope}):
-        found = s.capture.angles_of(kind)
-        if found is None:
-            continue
-        own = config.frequencies(kind, length)
-        actual = np.stack([np.broadcast_to(float64(a), (*positions.shape, own.rotary_dim))
-                           for a in found], 2)  # fmt: skip
-
-        def formula(shift=0, inv_freq=own.inv_freq, factor=own.attention_factor, at=positions):
-            return np.stack(formulas.angles(at + shift, inv_freq, factor), 2)
-
-        steps = np.broadcast_to(np.arange(positions.shape[1]), positions.shape)
-        exponents = -np.arange(0, own.rotary_dim, 2) / own.rotary_dim
-        faults: list[tuple[str, str, Formula]] = [
-            ("position offset", f"positions are off by {shift}", lambda n=shift: formula(n))
-            for shift in (-2, -1, 1, 2)
-        ]
-        faults.append(("position offset", "padding is counted", lambda: formula(at=steps)))
-        for theta in dict.fromkeys((*THETAS, _theta_of(actual, positions))):
-            if theta is not None:
-                faults.append(
-                    ("wrong theta", f"theta is {theta:.6g}, without scaling",
-                     lambda base=theta: formula(inv_freq=base**exponents))
-                )  # fmt: skip
-        faults.append(("scale", "cos and sin without their factor", lambda: formula(factor=1.0)))
-        yield Station(f"model.rotary_emb ({kind})", "angles", actual, formula, faults)
-
-
-def _theta_of(actual: np.ndarray, positions: np.ndarray) -> float | None:
-    """The base of these angles, from the second slowest of them at position 1."""
-    half = actual.shape[-1] // 2
-    rows = np.argwhere(positions == 1)
-    if half < 3 or not len(rows):
-        return None
-    b, t = rows[0]
-    angle = np.arctan2(actual[b, t, 1, half - 2], actual[b, t, 0, half - 2])
-    return float(angle ** (-half / (half - 2))) if angle > 0 else None
 
 
 def _embedding(s: Subject) -> Iterator[Station]:
@@ -197,7 +113,7 @@ def _eps_of(x: np.ndarray, actual: np.ndarray, weight: np.ndarray) -> float | No
     r = np.sum(actual * unscaled, -1) / np.maximum(np.sum(unscaled**2, -1), 1e-300)
     with np.errstate(divide="ignore"):
         eps = float(np.median(1.0 / r**2 - np.mean(x * x, -1)))
-    return eps if np.isfinite(eps) and eps > 0 else None
+    return usual(eps, EPSILONS) if np.isfinite(eps) and eps > 0 else None
 
 
 _SIBLINGS = {
@@ -287,79 +203,6 @@ def _projected(s: Subject, name: str, part: str) -> np.ndarray | None:
     if found is None and x is not None and weight is not None:
         return formulas.linear(x, weight, s.weights(f"{name}.{part}.bias"), s.capture.dtype)
     return found
-
-
-def _attention(s: Subject, name: str, layer: Any) -> Iterator[Station]:
-    actual, heads = s.into(f"{name}.o_proj"), _heads(s, name)
-    angles = s.capture.angles_of(layer.layer_type) if layer.rope else None
-    if actual is None or heads is None or (layer.rope and angles is None):
-        return
-    config, mask = s.config, s.batch.mask
-    if angles is not None:
-        shape = (*mask.shape, angles[0].shape[-1])
-        angles = tuple(np.broadcast_to(float64(a), shape) for a in angles)  # type: ignore[assignment]
-    own = {
-        "scale": config.attention_scale,
-        "softcap": config.attention_softcap,
-        "layout": "half",
-        "seen": formulas.visible(mask, window=layer.window),
-        "angles": angles,
-        "dtype": s.capture.dtype,
-    }
-    formula = lambda **changed: formulas.attention(*heads, **{**own, **changed})  # noqa: E731
-    faults: list[tuple[str, str, Formula]] = []
-    if angles is not None:
-        cos, sin = angles
-        half = cos.shape[-1] // 2
-        pairs = tuple(np.repeat(a[..., :half], 2, -1) for a in angles)
-        faults += [
-            ("rotation layout", "neighbours are rotated and not halves",
-             lambda: formula(angles=pairs, layout="interleaved")),
-            ("rotation direction", "it rotates backwards", lambda: formula(angles=(cos, -sin))),
-            ("rotation missing", "nothing is rotated", lambda: formula(angles=None)),
-        ]  # fmt: skip
-    H, D = config.head_dim, config.hidden_size
-    for scale in dict.fromkeys((1.0, H**-0.5, 1.0 / H, D**-0.5, own["scale"] * H**-0.5)):
-        if abs(scale - own["scale"]) > 1e-3 * own["scale"]:
-            faults.append(("scale", f"scores are times {scale:.4g} and not {own['scale']:.4g}",
-                           lambda f=scale: formula(scale=f)))  # fmt: skip
-    if own["softcap"] is not None:
-        faults.append(("softcap", "scores are not capped", lambda: formula(softcap=None)))
-    for detail, seen in _masks(mask, layer.window):
-        faults.append(("mask", detail, lambda a=seen: formula(seen=a)))
-    yield Station(f"{name}.core", "attention", actual, formula, faults)
-
-
-def _masks(mask: np.ndarray, window: int | None) -> Iterator[tuple[str, np.ndarray]]:
-    yield "queries see what comes after them", formulas.visible(mask, causal=False, window=window)
-    if not mask.all():
-        yield "padding is seen", formulas.visible(np.ones_like(mask), window=window)
-    if window is not None:
-        yield "the window is left out", formulas.visible(mask)
-        for other in (window - 1, window + 1):
-            yield f"the window is {other} and not {window}", formulas.visible(mask, window=other)
-
-
-def _heads(s: Subject, name: str) -> list[np.ndarray] | None:
-    """q, k and v (B, T, heads, H) as they go into the rotation."""
-    config = s.config
-    both = s.out_of(f"{name}.qkv_proj")
-    if both is not None:
-        q = config.num_attention_heads * config.head_dim
-        k = config.num_key_value_heads * config.head_dim
-        found: list[Any] = np.split(both, (q, q + k), -1)
-    else:
-        found = [
-            s.out_of(f"{name}.{part}_norm") if config.family.qk_norm and part != "v" else None
-            for part in "qkv"
-        ]
-        found = [
-            s.out_of(f"{name}.{part}_proj") if a is None else a
-            for part, a in zip("qkv", found, strict=True)
-        ]
-    if any(a is None for a in found):
-        return None
-    return [a.reshape(*s.batch.ids.shape, -1, config.head_dim) for a in found]
 
 
 def _residual(s: Subject, name: str, attn: str, mlp: str) -> Iterator[Station]:

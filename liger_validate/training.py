@@ -16,16 +16,18 @@ def in_step(loaded: Any, batch: Batch, steps: int, learning_rate: float) -> dict
     SGD without momentum: nothing but the gradients decides, and both frameworks spell it alike.
     The models of `loaded` are changed.
     """
-    from liger_validate.model import FLAX, PLAIN
+    from liger_validate.model import FLAX, PATCHED, PLAIN
 
     runs: dict[str, dict[str, Any]] = {}
-    for label, model in (("exact", loaded.exact), *loaded.models.items()):
+    with captures.softmax_in_float64():
+        exact = _train_torch(loaded.exact, batch, steps, learning_rate)
+    for label, model in loaded.models.items():
         train = _train_flax if label == FLAX else _train_torch
         runs[label] = train(model, batch, steps, learning_rate)
-    exact, plain = runs["exact"], runs[PLAIN]
     report: dict[str, Any] = {"steps": steps, "learning_rate": learning_rate, "models": {}}
     for label in loaded.models:
         run, found = runs[label], []
+        plain = runs[PATCHED if label == PLAIN else PLAIN]
         for name in ("losses", "gradient_norms"):
             curves = (run[name], plain[name], exact[name])
             found.append(drift.of_numbers(label, name, *curves, loaded.dtype))
@@ -70,12 +72,10 @@ def _train_torch(model: Any, batch: Batch, steps: int, learning_rate: float) -> 
 
 def _train_flax(model: Any, batch: Batch, steps: int, learning_rate: float) -> dict[str, Any]:
     import jax
-    from jax_liger.models import loss_fn
 
-    gradients = jax.jit(jax.value_and_grad(loss_fn))
     losses, norms = [], []
     for _ in range(steps):
-        loss, grads = captures.loss_and_gradients(gradients, model, batch)
+        loss, grads = captures.loss_and_gradients(model, batch)
         losses.append(loss)
         norms.append(_norm(np.asarray(leaf) for leaf in jax.tree.leaves(grads)))
         model = jax.tree.map(lambda w, g: w - w.dtype.type(learning_rate) * g, model, grads)

@@ -6,15 +6,20 @@ import json
 import jax
 import numpy as np
 import pytest
+import torch
 
 import model_cases
+from liger_ops import backend_triton
 from liger_validate import cli
 from liger_validate.model import FLAX, PATCHED, PLAIN, compare, load
 from validate_cases import CHECKPOINTS, FAULTS, batch
 
 
 @pytest.fixture(autouse=True)
-def _full_precision():
+def _full_precision_and_no_interpreter(monkeypatch):
+    """The kernels themselves are in one test; elsewhere it is the plain versions, in less time."""
+    monkeypatch.setattr(backend_triton, "INTERPRET", False)
+    monkeypatch.setenv("PALLAS_INTERPRET", "0")
     with jax.default_matmul_precision("highest"):
         yield
 
@@ -42,6 +47,13 @@ def test_a_clean_checkpoint_raises_no_alarm(folder, name, dtype):
         assert {"model.embed_tokens", "model.layers.1.mlp", "model.norm", "logits"} <= {*names}
         assert all(0 <= module["error"] < 0.05 for module in model["modules"])
         assert len(model["modules"][0]["by_position"]) == batch().ids.shape[1]
+
+
+def test_a_clean_checkpoint_with_the_kernels(folder, monkeypatch):
+    monkeypatch.setattr(backend_triton, "INTERPRET", not torch.cuda.is_available())
+    monkeypatch.setenv("PALLAS_INTERPRET", "1")
+    report = compare(load(folder("qwen2"), "bfloat16"), batch())
+    assert report["agrees"], report["findings"]
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from liger_ops.drawing import DTYPES
 from liger_validate import cli, environment, ops
 from liger_validate.problems import OPS, problems
 
@@ -46,7 +47,7 @@ def test_every_implementation_of_every_operation_passes(op):
 def test_the_upstream_gradients_are_exact_in_every_dtype():
     dy = first("swiglu").upstream["y"]
     assert np.array_equal(dy.astype(np.float16).astype(np.float32), dy)
-    assert np.array_equal(dy.astype(ops.DTYPES["bfloat16"]).astype(np.float32), dy)
+    assert np.array_equal(dy.astype(DTYPES["bfloat16"]).astype(np.float32), dy)
 
 
 def planted(problem, fault):
@@ -78,7 +79,7 @@ def test_what_an_implementation_raises_is_a_row():
 
     (row,) = ops.rows_of(planted(first("swiglu"), fault), ["triton"])
     assert row.verdict == "ERROR" and "out of memory" in row.message
-    assert ops.as_json([row])[0]["rms"] is None
+    assert np.isnan(row.rms) and cli._finite({"rows": [row.rms, 1.0]}) == {"rows": [None, 1.0]}
 
 
 def test_the_command_writes_its_report(tmp_path, capsys):

@@ -96,9 +96,7 @@ def _attribute(part, name, value):
 
 def _everything_seen(model, patch):
     original = decoder.attention
-    patch.setattr(
-        decoder, "attention", lambda *a, **kw: original(*a, **{**kw, "is_causal": False})
-    )
+    patch.setattr(decoder, "attention", lambda *a, **kw: original(*a, **{**kw, "is_causal": False}))
 
 
 def _window(model, patch):

@@ -1,0 +1,56 @@
+"""What a station is, and what it is made of: a capture and its checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from liger_validate.batches import Batch
+from liger_validate.captures import Capture
+from liger_validate.formulas import float64
+
+Formula = Callable[[], np.ndarray]
+
+
+@dataclass
+class Station:
+    """One place: what the model gave, the formula, and the faults that are tried.
+
+    kind: "norm", "linear" and so on, for the band. faults: name, detail and formula of each.
+    """
+
+    name: str
+    kind: str
+    actual: np.ndarray
+    formula: Formula
+    faults: list[tuple[str, str, Formula]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A capture with what its checkpoint says.
+
+    config: a `jax_liger.models.Config`. weights: of the checkpoint, (outputs, inputs), float64,
+    rounded to the capture's dtype.
+    """
+
+    config: Any
+    weights: Callable[[str], np.ndarray | None]
+    batch: Batch
+    capture: Capture
+
+    def into(self, name: str) -> np.ndarray | None:
+        """What went into a module, in float64."""
+        found = self.capture.inputs.get(name)
+        return None if found is None else float64(found)
+
+    def out_of(self, name: str) -> np.ndarray | None:
+        """What came out of a module, in float64."""
+        found = self.capture.outputs.get(name)
+        return None if found is None else float64(found)
+
+
+def usual(value: float, known: tuple[float, ...]) -> float:
+    """The known value that is meant, where one is as near as an estimate is good."""
+    return next((k for k in known if abs(value - k) < 0.02 * k), value)
