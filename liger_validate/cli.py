@@ -37,7 +37,26 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--steps", type=int, default=0, help="of training, in step")
     model.add_argument("--learning-rate", type=float, default=1e-2, help="of --steps' SGD")
 
+    capture = commands.add_parser("capture", help="a model's activations, to a file")
+    capture.add_argument("path", help="a folder with a checkpoint, or a name on the hub")
+    capture.add_argument(
+        "--model", choices=("transformers", "torch_liger", "jax_liger"), default="transformers"
+    )
+    capture.add_argument("--out", type=Path, required=True, metavar="FILE", help=".safetensors")
+    capture.add_argument("--batch", help="as for model")
+    capture.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    capture.add_argument("--grads", action="store_true", help="write gradients too")
+
+    files = commands.add_parser("compare", help="two files that capture wrote")
+    files.add_argument("first", type=Path)
+    files.add_argument("second", type=Path)
+    files.add_argument("--tolerance", type=float, help="RMS over RMS; by the dtype if left out")
+    files.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+
+    capture.add_argument("--seed", type=int, default=0)
+    capture.add_argument("--precision", choices=("highest", "tf32"))
     for command in (ops, model):
+        command.add_argument("--html", type=Path, metavar="FILE", help="a page with plots")
         command.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
         command.add_argument("--seed", type=int, default=0)
         command.add_argument(
@@ -50,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     arguments = parser().parse_args(argv)
     try:
-        return {"ops": _ops, "model": _model}[arguments.command](arguments)
+        return _COMMANDS[arguments.command](arguments)
     except Exception as error:
         print(f"liger-validate: {type(error).__name__}: {error}", file=sys.stderr)
         return COULD_NOT_RUN
@@ -81,7 +100,7 @@ def _finite(value: Any) -> Any:
 
 
 def _ops(arguments: argparse.Namespace) -> int:
-    from liger_validate import ops, terminal
+    from liger_validate import ops, page, terminal
     from liger_validate.problems import OPS
 
     names = arguments.op or list(OPS)
@@ -97,18 +116,21 @@ def _ops(arguments: argparse.Namespace) -> int:
     )
     if not rows:
         raise ValueError("no case has these names and dtypes")
+    table = [asdict(row) for row in rows]
     terminal.show_ops(header, rows, left_out, arguments.all_rows)
     passed = all(row.verdict in ("pass", "plain") for row in rows)
     status = AGREES if passed else DIFFERS
     _write(
         arguments,
-        {**header, "left_out": left_out, "status": status, "rows": [asdict(row) for row in rows]},
+        {**header, "left_out": left_out, "status": status, "rows": table},
     )
+    if arguments.html:
+        arguments.html.write_text(page.of_ops(header, table, passed))
     return status
 
 
 def _model(arguments: argparse.Namespace) -> int:
-    from liger_validate import terminal
+    from liger_validate import page, terminal
     from liger_validate.model import validate
 
     header = _begin(arguments)
@@ -124,7 +146,34 @@ def _model(arguments: argparse.Namespace) -> int:
     terminal.show_model(header, report)
     status = AGREES if report["agrees"] else DIFFERS
     _write(arguments, {**header, **report, "status": status})
+    if arguments.html:
+        arguments.html.write_text(page.of_model(header, report))
     return status
+
+
+def _capture(arguments: argparse.Namespace) -> int:
+    from liger_validate import files, model
+    from liger_validate.batches import read
+
+    header = _begin(arguments)
+    loaded = model.load(arguments.path, arguments.dtype)
+    batch = read(arguments.batch, loaded.config.vocab_size, arguments.seed)
+    found = model.captured_of(loaded, arguments.model, batch, arguments.grads)
+    files.write(arguments.out, found, batch, header)
+    return AGREES
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from liger_validate import files, terminal
+
+    report = files.compare(arguments.first, arguments.second, arguments.tolerance)
+    terminal.show_comparison(report)
+    status = AGREES if report["agrees"] else DIFFERS
+    _write(arguments, {**report, "status": status})
+    return status
+
+
+_COMMANDS = {"ops": _ops, "model": _model, "capture": _capture, "compare": _compare}
 
 
 if __name__ == "__main__":

@@ -91,20 +91,25 @@ def weights_of(path: str, dtype: str) -> Callable[[str], np.ndarray | None]:
 
 def captured(loaded: Loaded, batch: Batch, grads: bool = False) -> tuple[Capture, list[Capture]]:
     """The exact model's capture, and those of the three models."""
-
-    def of(label: str, model: Any) -> Capture:
-        if label == FLAX:
-            capture = captures.of_flax(model, batch, label)
-        else:
-            capture = captures.of_torch(model, batch, label, loaded.config)
-        if grads:
-            add = captures.gradients_of_flax if label == FLAX else captures.gradients_of_torch
-            add(model, batch, capture)
-        return capture
-
     with captures.softmax_in_float64():
-        exact = of("exact", loaded.exact)
-    return exact, [of(label, model) for label, model in loaded.models.items()]
+        exact = _captured("exact", loaded.exact, loaded.config, batch, grads)
+    return exact, [captured_of(loaded, label, batch, grads) for label in loaded.models]
+
+
+def captured_of(loaded: Loaded, label: str, batch: Batch, grads: bool = False) -> Capture:
+    """The capture of one of the three models."""
+    return _captured(label, loaded.models[label], loaded.config, batch, grads)
+
+
+def _captured(label: str, model: Any, config: Any, batch: Batch, grads: bool) -> Capture:
+    if label == FLAX:
+        capture = captures.of_flax(model, batch, label)
+    else:
+        capture = captures.of_torch(model, batch, label, config)
+    if grads:
+        add = captures.gradients_of_flax if label == FLAX else captures.gradients_of_torch
+        add(model, batch, capture)
+    return capture
 
 
 def compare(loaded: Loaded, batch: Batch, *, grads: bool = False) -> dict[str, Any]:

@@ -131,3 +131,17 @@ def _show_training(console: Console, training: dict[str, Any]) -> None:
         first = model["first_out_of_band"]
         text = f"{first} leaves its band" if first else "losses and weights stay in their bands"
         console.print(f"{label}: {text}", style=_BAD if first else None, highlight=False)
+
+
+def show_comparison(report: dict[str, Any]) -> None:
+    """Where two captures are apart, or the largest difference."""
+    console = _console()
+    for manifest in report["manifests"]:
+        console.print(f"{manifest['model']} in {manifest['dtype']}", highlight=False)
+        show_header(console, manifest)
+    off = [row for row in report["tensors"] if not row["inside"]]
+    largest = max(report["tensors"], key=lambda row: row["error"])
+    for row in off or [largest]:
+        text = f"{row['name']}: {row['error']:.2e} (tolerance {report['tolerance']:.1e})"
+        console.print(text, style=_BAD if off else None, highlight=False)
+    console.print("agrees" if report["agrees"] else "differs", highlight=False)

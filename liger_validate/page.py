@@ -1,0 +1,175 @@
+"""A report as one HTML page that needs nothing beside it: tables, and plots as embedded images."""
+
+import base64
+import html
+import io
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem }
+table { border-collapse: collapse; font-size: 13px }
+td, th { padding: 2px 10px; text-align: left; border-bottom: 1px solid #ddd }
+.off { color: #b00020; font-weight: 600 } img { max-width: 100% }
+"""
+
+
+def of_model(header: dict[str, Any], report: dict[str, Any]) -> str:
+    """The page of `liger-validate model`."""
+    models = report["models"]
+    parts = [_verdict(report["agrees"]), _header(header)]
+    parts.append(f"<p>{html.escape(report['path'])}: {report['family']} in {report['dtype']}</p>")
+    parts.append("<h2>Faults</h2>" + (_findings(report["findings"]) or "<p>None was found.</p>"))
+    rows = [(label, m["first_out_of_band"] or "stays in its band") for label, m in models.items()]
+    parts.append("<h2>Where drift leaves its band</h2>" + _table(("model", "first at"), rows))
+    parts.append("<h2>Drift by module</h2>" + _image(_by_module(models)))
+    parts.append("<h2>Drift by position</h2>" + _image(_by_position(models)))
+    parts.append("<h2>Errors of all modules</h2>" + _image(_histogram(models)))
+    if "training" in report:
+        parts.append("<h2>Losses</h2>" + _image(_losses(report["training"])))
+    return _page("liger-validate model", parts)
+
+
+def of_ops(header: dict[str, Any], rows: Iterable[dict[str, Any]], agrees: bool) -> str:
+    """The page of `liger-validate ops`."""
+    rows = list(rows)
+    columns = ("op", "case", "dtype", "result", "implementation", "rms", "plain_rms", "largest",
+               "repeatable", "verdict", "message")  # fmt: skip
+    cells = [[_short(row[column]) for column in columns] for row in rows]
+    parts = [_verdict(agrees), _header(header), _image(_ratios(rows)), _table(columns, cells)]
+    return _page("liger-validate ops", parts)
+
+
+def _page(title: str, parts: Iterable[str]) -> str:
+    body = "\n".join(parts)
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
+        f"<style>{_STYLE}</style></head><body><h1>{title}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def _verdict(agrees: bool) -> str:
+    return "<p>Agrees.</p>" if agrees else "<p class='off'>Differs.</p>"
+
+
+def _header(header: dict[str, Any]) -> str:
+    rows = [*header["versions"].items(), ("device", header["device"]), ("seed", header["seed"])]
+    rows.append(("precision", json.dumps(header["precision"])))
+    return _table(("", ""), rows)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    lines = []
+    for row in rows:
+        cells = [str(cell) for cell in row]
+        off = " class='off'" if {"FAIL", "ERROR"} & set(cells) else ""
+        lines.append(f"<tr{off}>{''.join(f'<td>{html.escape(c)}</td>' for c in cells)}</tr>")
+    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+
+
+def _findings(findings: list[dict[str, Any]]) -> str:
+    columns = ("model", "station", "diagnosis", "detail", "error", "band")
+    return _table(columns, [[_short(f[c]) for c in columns] for f in findings]) if findings else ""
+
+
+def _figure(height: float = 3.6) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _image(figure: Any) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return f"<img alt='plot' src='data:image/png;base64,{data}'>"
+
+
+def _positive(value: float | None) -> float:
+    """For a logarithmic axis: what is exact or infinite has no place on it."""
+    return value if value and math.isfinite(value) else math.nan
+
+
+def _outputs(model: dict[str, Any]) -> list[dict[str, Any]]:
+    return [m for m in model["modules"] if not m["name"].endswith(".grad")]
+
+
+def _by_module(models: dict[str, Any]) -> Any:
+    figure, axes = _figure(5.5)
+    # Models pass through different modules: what all of them have is the common axis.
+    common = [{m["name"] for m in _outputs(model)} for model in models.values()]
+    names = [m["name"] for m in _outputs(next(iter(models.values())))]
+    names = [name for name in names if all(name in found for found in common)]
+    for label, model in models.items():
+        found = {m["name"]: m for m in _outputs(model)}
+        axes.plot([_positive(found[name]["error"]) for name in names], "o-", ms=3, label=label)
+        if label == list(models)[-1]:
+            limits = [_positive(found[name]["limit"]) for name in names]
+            axes.plot(limits, "k--", lw=1, label=f"band of {label}")
+    axes.set_yscale("log")
+    axes.set_ylabel("RMS difference from float64, relative")
+    step = max(1, len(names) // 40)
+    short = [name.removeprefix("model.").replace("layers.", "") for name in names]
+    axes.set_xticks(range(0, len(names), step), short[::step], rotation=90, fontsize=7)
+    axes.legend()
+    return figure
+
+
+def _by_position(models: dict[str, Any]) -> Any:
+    figure, axes = _figure()
+    for label, model in models.items():
+        last = next((m for m in model["modules"] if m["name"] == "logits"), None)
+        if last is not None:
+            axes.plot([_positive(v) for v in last["by_position"]], "o-", ms=3, label=label)
+    axes.set_yscale("log")
+    axes.set_xlabel("position")
+    axes.set_ylabel("of the logits")
+    axes.legend()
+    return figure
+
+
+def _histogram(models: dict[str, Any]) -> Any:
+    figure, axes = _figure()
+    values = [
+        [math.log10(m["error"]) for m in model["modules"] if not math.isnan(_positive(m["error"]))]
+        for model in models.values()
+    ]
+    axes.hist(values, bins=20, label=list(models))
+    axes.set_xlabel("log10 of the RMS difference, relative")
+    axes.set_ylabel("modules and gradients")
+    axes.legend()
+    return figure
+
+
+def _losses(training: dict[str, Any]) -> Any:
+    figure, axes = _figure()
+    for label, model in training["models"].items():
+        axes.plot(model["losses"], "o-", ms=3, label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.legend()
+    return figure
+
+
+def _ratios(rows: list[dict[str, Any]]) -> Any:
+    figure, axes = _figure()
+    names = sorted({row["implementation"] for row in rows})
+    ops = list(dict.fromkeys(row["op"] for row in rows))
+    for name in names:
+        points = [(ops.index(r["op"]), _positive(r["rms"])) for r in rows
+                  if r["implementation"] == name]  # fmt: skip
+        shift = (names.index(name) - (len(names) - 1) / 2) * 0.15
+        axes.plot([x + shift for x, _ in points], [y for _, y in points], "o", ms=3, label=name)
+    axes.set_yscale("log")
+    axes.set_ylabel("RMS error against the oracle")
+    axes.set_xticks(range(len(ops)), ops, rotation=20, fontsize=8)
+    axes.legend()
+    return figure
