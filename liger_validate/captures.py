@@ -144,8 +144,10 @@ def gradients_of_torch(model: Any, batch: Batch, capture: Capture) -> None:
     from liger_validate.tensors import from_torch
 
     inputs = _torch_inputs(model, batch)
-    counted = torch.tensor(batch.counted, device=inputs["input_ids"].device)
-    labels = inputs["input_ids"].masked_fill(~counted, -100)
+    # transformers has padding predict the token behind it, which Flax's loss does not count.
+    behind_a_token = np.pad(batch.counted[:, :-1], ((0, 0), (1, 0)))
+    predicted = torch.tensor(batch.counted & behind_a_token, device=inputs["input_ids"].device)
+    labels = inputs["input_ids"].masked_fill(~predicted, -100)
     model.zero_grad(set_to_none=True)
     loss = model(**inputs, labels=labels, use_cache=False).loss
     loss.backward()

@@ -150,7 +150,7 @@ def rows_of(problem: Problem, implementations: Iterable[str]) -> Iterator[Row]:
         try:
             if plain not in plains:
                 plains[plain] = run(problem, plain)
-            first = run(problem, name)
+            first = plains[plain] if name == plain else run(problem, name)
             second = run(problem, name)
         except Exception as error:  # what an implementation raises is a finding, not the end
             nan = float("nan")

@@ -10,8 +10,9 @@ import torch
 
 import model_cases
 from liger_ops import backend_triton
-from liger_validate import cli
+from liger_validate import captures, cli
 from liger_validate.model import FLAX, PATCHED, PLAIN, compare, load
+from liger_validate.training import in_step
 from validate_cases import CHECKPOINTS, FAULTS, batch
 
 
@@ -35,8 +36,10 @@ def folder(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in CHECKPOINTS), ("qwen2", "bfloat16"), ("gemma2", "bfloat16")],
+)
 def test_a_clean_checkpoint_raises_no_alarm(folder, name, dtype):
     report = compare(load(folder(name), dtype), batch())
     assert report["agrees"] and report["findings"] == []
@@ -88,7 +91,8 @@ def test_a_fault_of_no_known_kind_is_found_too(folder):
     assert report["models"][FLAX]["first_out_of_band"] == "model.layers.1.mlp.up_proj"
 
 
-def test_gradients_and_training_agree_and_a_fault_is_seen(folder, tmp_path, capsys):
+def test_gradients_and_training_agree(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(captures, "_jitted", lambda: model_cases.gradients)  # compiles in less time
     file = tmp_path / "report.json"
     arguments = ["model", folder("qwen2"), "--grads", "--steps", "2", "--json", str(file)]
     assert cli.main(arguments) == 0, capsys.readouterr()
@@ -102,6 +106,24 @@ def test_gradients_and_training_agree_and_a_fault_is_seen(folder, tmp_path, caps
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
     assert "agrees" in capsys.readouterr().out
+
+
+def test_gradients_and_training_that_differ(folder, monkeypatch):
+    """A gradient that is off by a factor, where the forward is right."""
+    monkeypatch.setattr(captures, "_jitted", lambda: model_cases.gradients)
+    loaded = load(folder("qwen2"))
+    weight = loaded.models[PATCHED].model.layers[1].mlp.up_proj.weight
+    weight.register_hook(lambda gradient: 1.01 * gradient)
+    report = compare(loaded, batch(), grads=True)
+    off = {label: model["first_out_of_band"] for label, model in report["models"].items()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert off == {PLAIN: None, PATCHED: f"{name}.grad", FLAX: None}
+    assert not report["agrees"] and report["findings"] == []
+    training = in_step(loaded, batch(), 2, 0.01)
+    assert not training["agrees"]
+    drifts = {d["name"]: d["inside"] for d in training["models"][PATCHED]["drift"]}
+    assert not drifts[name] and drifts["model.layers.0.mlp.up_proj.weight"]
+    assert training["models"][FLAX]["first_out_of_band"] is None
 
 
 def test_status_1_and_2(folder, tmp_path, capsys, monkeypatch):
