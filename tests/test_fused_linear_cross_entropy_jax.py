@@ -83,7 +83,7 @@ def assert_close(actual, expected, tolerance=1e-5):
     """Within `tolerance` of the largest value of each array, or of its own rounding."""
     for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         assert a.dtype == e.dtype
-        ulp = float(jnp.finfo(a.dtype).eps)
+        ulp = float(jnp.finfo(a.dtype).eps) if jnp.issubdtype(a.dtype, jnp.floating) else 0.0
         a, e = (np.asarray(x).astype(np.float64) for x in (a, e))
         largest = max(np.abs(e).max(initial=0.0), 1e-30)
         np.testing.assert_allclose(a, e, rtol=ulp, atol=tolerance * largest)
