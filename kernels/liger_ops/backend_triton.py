@@ -247,6 +247,20 @@ def differentiable_gradients(y: Any, inputs: tuple[torch.Tensor | None, ...], dy
     ]
 
 
+def library_product(
+    a: Any, b: Any, into: torch.Tensor, alpha: float = 1.0, beta: float = 0.0
+) -> None:
+    """into = alpha a b + beta into, of matrices of one dtype; a float32 `into` sums in float32."""
+    if beta == 0.0 and torch.compiler.is_compiling():
+        into.zero_()  # inductor multiplies by beta even then, and what is there may be a NaN
+    if a.dtype == into.dtype:
+        torch.addmm(into, a, b, beta=beta, alpha=alpha, out=into)
+    elif a.is_cuda:
+        torch.addmm(into, a, b, out_dtype=into.dtype, beta=beta, alpha=alpha, out=into)
+    else:  # the library has this product for GPUs alone
+        torch.addmm(into, a.float(), b.float(), beta=beta, alpha=alpha, out=into)
+
+
 def _is_aligned(pointers: list[int]) -> bool:
     """Whether all are multiples of 16, as a kernel was compiled for; an absent tensor's 0 is."""
     bits = 0

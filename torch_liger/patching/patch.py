@@ -208,5 +208,6 @@ def type_of(model: torch.nn.Module) -> str | None:
 def _refuse_fused_qkv() -> None:
     # The one place to put `rms_norm_linear_rope` into the attention of a decoder layer.
     raise NotImplementedError(
-        "fused_qkv=True needs torch_liger.rms_norm_linear_rope, which this version does not have"
+        "fused_qkv=True needs torch_liger.rms_norm_linear_rope inside attention, which no family's "
+        "patch has yet"
     )

@@ -6,6 +6,17 @@ from liger_ops.cross_entropy import eager
 from liger_ops.cross_entropy.check import Metrics
 
 
+def logits_of(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, logit_scale: float
+) -> torch.Tensor:
+    logits = torch.nn.functional.linear(hidden, weight)
+    if logit_scale != 1.0 or bias is not None:  # in float32, as the rest of what follows
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+        if bias is not None:
+            logits = logits + bias
+    return logits
+
+
 def fused_linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -22,11 +33,7 @@ def fused_linear_cross_entropy(
     return_metrics: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, Metrics | None]:
     """loss, z_loss and metrics. hidden and weight have one dtype, in which the product is."""
-    logits = torch.nn.functional.linear(hidden, weight)
-    if logit_scale != 1.0 or bias is not None:  # in float32, as the rest of what follows
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-        if bias is not None:
-            logits = logits + bias
+    logits = logits_of(hidden, weight, bias, logit_scale)
     loss, z, metrics = eager.cross_entropy(
         logits, labels, class_weight, num_items, ignore_index, label_smoothing, softcap, z_loss,
         reduction, return_metrics,

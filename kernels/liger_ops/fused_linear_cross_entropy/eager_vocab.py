@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from liger_ops.cross_entropy import eager
 from liger_ops.cross_entropy.check import Metrics
+from liger_ops.fused_linear_cross_entropy.eager import logits_of
 
 IGNORED, INVALID = -1, -2
 
@@ -186,17 +187,6 @@ def metrics(predicted: torch.Tensor, labels: torch.Tensor) -> Metrics:
     right = ((predicted == labels) & supervised).sum()
     accuracy = right * eager.inverse(supervised.sum(), torch.float32)
     return Metrics(accuracy, torch.where(supervised, predicted, -1))
-
-
-def logits_of(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, logit_scale: float
-) -> torch.Tensor:
-    logits = torch.nn.functional.linear(hidden, weight)
-    if logit_scale != 1.0 or bias is not None:  # in float32, as the rest of what follows
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-        if bias is not None:
-            logits = logits + bias
-    return logits
 
 
 def fused_linear_cross_entropy(

@@ -205,7 +205,7 @@ class Products:
         over the classes as well.
         """
         if self.live is None or _idle(len(into), into.shape[1], into.device) > 1 / 3:
-            library_product(dlogits, weight, into, scale)
+            backend_triton.library_product(dlogits, weight, into, scale)
         else:
             self._launch(dlogits, weight, into.zero_(), first_row, scale)
 
@@ -214,7 +214,7 @@ class Products:
     ) -> None:
         """scale dlogits^T hidden, added to `into` where `add`."""
         if self.live is None:
-            library_product(dlogits.t(), hidden, into, scale, 1.0 if add else 0.0)
+            backend_triton.library_product(dlogits.t(), hidden, into, scale, 1.0 if add else 0.0)
         else:
             self._launch(dlogits, hidden, into, first_row, scale, a_across=True, add=add)
 
@@ -243,15 +243,3 @@ def _idle(rows: int, columns: int, device: torch.device) -> float:
     tiles = triton.cdiv(rows, Config.block_m) * triton.cdiv(columns, Config.block_n)
     programs = backend_triton.multiprocessors(device)
     return 1.0 - tiles / (triton.cdiv(tiles, programs) * programs)
-
-
-def library_product(a: Any, b: Any, into: torch.Tensor, alpha: float, beta: float = 0.0) -> None:
-    """into = alpha a b + beta into, of matrices of one dtype; a float32 `into` sums in float32."""
-    if beta == 0.0 and torch.compiler.is_compiling():
-        into.zero_()  # inductor multiplies by beta even then, and what is there may be a NaN
-    if a.dtype == into.dtype:
-        torch.addmm(into, a, b, beta=beta, alpha=alpha, out=into)
-    elif a.is_cuda:
-        torch.addmm(into, a, b, out_dtype=into.dtype, beta=beta, alpha=alpha, out=into)
-    else:  # the library has this product for GPUs alone
-        torch.addmm(into, a.float(), b.float(), beta=beta, alpha=alpha, out=into)

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from liger_ops.backend_triton import library_product
 from liger_ops.cross_entropy import triton_launch
 from liger_ops.cross_entropy.triton_launch import Constants, Settings, Tokens
 from liger_ops.fused_linear_cross_entropy.cases import Plan
 from liger_ops.fused_linear_cross_entropy.eager_vocab import IGNORED, Shard
 from liger_ops.fused_linear_cross_entropy.triton_parts import Gradients, parts_of
-from liger_ops.fused_linear_cross_entropy.triton_products import library_product
 
 
 class Inputs(NamedTuple):

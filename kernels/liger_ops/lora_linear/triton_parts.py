@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from liger_ops.backend_triton import library_product
 from liger_ops.lora_linear import cases
 from liger_ops.lora_linear.triton_dropout import dropout
 
@@ -76,7 +77,7 @@ def up_backward(
         if du is not None and lora_b is not None:
             du[part] = product(rows, lora_b, scaling)
         if sum_b is not None and u is not None:
-            _add_product(sum_b, rows.t(), u[part], scaling)
+            library_product(rows.t(), u[part], sum_b, scaling, beta=1.0)
     return du, None if sum_b is None else sum_b.to(dtype)
 
 
@@ -97,7 +98,7 @@ def down_backward(
         else:
             made = _zeros(stacked.shape[1], x.shape[1], stacked)
             for part in _parts(x, dtype):
-                _add_product(made, stacked[part].t(), x[part].to(dtype))
+                library_product(stacked[part].t(), x[part].to(dtype), made, beta=1.0)
             made = made.to(dtype)
         for (i, _), gradient in zip(given, made.split(widths), strict=True):
             gradients[i] = gradient
@@ -105,7 +106,7 @@ def down_backward(
     sums = [_zeros(du.shape[1], x.shape[1], du) for _, du in given]
     for part in _parts(x, dtype):
         for total, (i, du) in zip(sums, given, strict=True):
-            _add_product(total, du[part].t(), _kept(x, part, dtype, drop, i))
+            library_product(du[part].t(), _kept(x, part, dtype, drop, i), total, beta=1.0)
     for total, (i, _) in zip(sums, given, strict=True):
         gradients[i] = total.to(dtype)
     return gradients
@@ -148,13 +149,3 @@ def _kept(x, part: slice, dtype: torch.dtype, drop: Dropout, stream: int) -> tor
 
 def _zeros(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(rows, columns, dtype=torch.float32, device=like.device)
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> None:
-    """total += alpha a b, in float32, of matrices of one dtype."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b, alpha=alpha)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, alpha=alpha, out=total)
-    else:  # the library has this product for GPUs alone
-        total.addmm_(a.float(), b.float(), alpha=alpha)
