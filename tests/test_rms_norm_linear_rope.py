@@ -136,16 +136,17 @@ CONFIGS = {
     "in x": Config(32, 64, 16, 4, 3, "x", group=2),
     "in the weight": Config(16, 32, 32, 4, 2, "weight"),
     "part of a head": Config(16, 32, 16, 4, 2, "weight", group=1),
-    "persistent": Config(16, 64, 16, 4, 2, "weight", persistent=True),
+    "persistent": Config(16, 128, 16, 4, 2, "weight", persistent=True),
 }
-SIZES = {"part of a head": 64, "persistent": 32}
+SIZES = {"part of a head": 64, "persistent": 64}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_every_kind_of_tiles(name, dtype, monkeypatch):
     config, size = CONFIGS[name], SIZES.get(name, 16)
-    case = Case(name, 2, 18, 56, 3, 1, size, dtype=dtype, bias_dtype="float32", angles="per row",
+    heads = (4, 2) if name == "persistent" else (3, 1)  # those of whole tiles there
+    case = Case(name, 2, 18, 56, *heads, size, dtype=dtype, bias_dtype="float32", angles="per row",
                 head_norm_dtype=None if name == "part of a head" else "float32")  # fmt: skip
     # On a CPU the test above has those in x in both frameworks.
     in_jax = DEVICE == "cuda" or (dtype == "bfloat16" and config.scales == "weight")
@@ -196,7 +197,9 @@ def test_a_planted_fault_is_seen():
 ])  # fmt: skip
 @pytest.mark.parametrize("extra", [{}, {"bias_dtype": "bfloat16", "head_norm_dtype": "bfloat16"}])
 def test_full_size_against_the_oracle(rows, dim, heads, kv_heads, size, extra):
-    case = Case("full", 1, rows, dim, heads, kv_heads, size, dtype="bfloat16", outliers=3, **extra)
+    # So many outliers that the norm weight's gradient, which they make up, is a sample of errors.
+    case = Case("full", 1, rows, dim, heads, kv_heads, size, dtype="bfloat16", outliers=dim // 32,
+                **extra)  # fmt: skip
     inputs, upstream, exact = drawn(case)
     judge(functools.partial(run, case=case, inputs=inputs, upstream=upstream), exact, str(case))
 

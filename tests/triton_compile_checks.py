@@ -191,13 +191,13 @@ def rope(heads: int, kv_heads: int, head_dim: int, size: int, dtype: str, layout
 
 
 def dropout(
-    dim: int, source: str, target: str, add: bool, scale: str = "fp32", stream: str | int = "i32"
+    dim: int, source: str, target: str, add: bool, scale: str = "fp32", adapter: str | int = "i32"
 ) -> None:
     config = DropoutConfig.for_shape(dim)
     arguments = {
         "source_ptr": TYPES[source], "target_ptr": TYPES[target], "seed_ptr": "*i64",
         **dict.fromkeys(("num_rows", "first_row", "source_stride", "target_stride"), "i32"),
-        "threshold": "i32", "stream": stream, "scale": scale, "D": dim,
+        "threshold": "i32", "adapter": adapter, "scale": scale, "D": dim,
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns, "ADD": add,
     }  # fmt: skip
     compile_kernel(triton_dropout._dropout_kernel, arguments, config.num_warps)
@@ -250,8 +250,7 @@ def rms_norm_linear_rope_persistent(
         **{name: "*fp32" for name in ("cos_ptr", "sin_ptr", "r_ptr")}, "eps": "fp32",
         "x_desc": blocks(config.block_rows, config.block_dim),
         "weight_desc": blocks(of_tile * head_dim, config.block_dim),
-        **{name: blocks(config.block_rows, of_tile, half // 2)
-           for name in ("q_desc", "k_desc", "v_desc")},
+        "y_desc": blocks(config.block_rows, of_tile, half // 2), "steps": "i32",
         "offset": "fp32", "D": 4096, "N": heads, "K": kv_heads, "H": head_dim,
         "BLOCK_ROWS": config.block_rows, "HEADS": of_tile, "BLOCK_D": config.block_dim,
         "GROUP": config.group, "PRECISION": "tf32",
@@ -278,7 +277,7 @@ if __name__ == "__main__":
         dropout(4096, source, target, add=False)
         dropout(81, target, source, add=True)
     dropout(14336, "bfloat16", "bfloat16", add=True, scale="fp64")
-    dropout(14336, "bfloat16", "bfloat16", add=False, stream=1)  # as Triton specialises a 1
+    dropout(14336, "bfloat16", "bfloat16", add=False, adapter=1)  # as Triton specialises a 1
     for rows, dtype in itertools.product((1, 64, 8192), TYPES):
         rms_norm_linear_rope(rows, 128, 128, dtype, norm=True, everything=False)
     for dtype in TYPES:

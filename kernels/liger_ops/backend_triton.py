@@ -251,14 +251,17 @@ def library_product(
     a: Any, b: Any, into: torch.Tensor, alpha: float = 1.0, beta: float = 0.0
 ) -> None:
     """into = alpha a b + beta into, of matrices of one dtype; a float32 `into` sums in float32."""
-    if beta == 0.0 and torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if beta == 0.0 and compiling:
         into.zero_()  # inductor multiplies by beta even then, and what is there may be a NaN
     if a.dtype == into.dtype:
         torch.addmm(into, a, b, beta=beta, alpha=alpha, out=into)
-    elif a.is_cuda:
-        torch.addmm(into, a, b, out_dtype=into.dtype, beta=beta, alpha=alpha, out=into)
-    else:  # the library has this product for GPUs alone
+    elif not a.is_cuda:  # the library has the products below for GPUs alone
         torch.addmm(into, a.float(), b.float(), beta=beta, alpha=alpha, out=into)
+    elif compiling:  # PyTorch 2.11 cannot trace addmm into another dtype
+        into.mul_(beta).add_(torch.mm(a, b, out_dtype=into.dtype), alpha=alpha)
+    else:
+        torch.addmm(into, a, b, out_dtype=into.dtype, beta=beta, alpha=alpha, out=into)
 
 
 def _is_aligned(pointers: list[int]) -> bool:

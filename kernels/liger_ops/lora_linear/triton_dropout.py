@@ -24,7 +24,7 @@ def _dropout_kernel(
     source_stride,
     target_stride,
     threshold,
-    stream,
+    adapter,  # whose factors: torch.compile's launcher has a `stream` of its own
     scale,  # 1 / (1 - p)
     D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -42,7 +42,7 @@ def _dropout_kernel(
         tl.load(seed_ptr),
         zero + group.to(tl.uint32),
         zero + (first_row + row).to(tl.uint32),
-        zero + stream,
+        zero + adapter,
         zero,
     )
     inside = (row < num_rows) & (group < quarter)
@@ -66,7 +66,7 @@ def dropout(
     target: torch.Tensor,
     seed: torch.Tensor,
     dropout_p: float,
-    stream: int,
+    adapter: int,
     first_row: int,
     add: bool = False,
 ) -> None:
@@ -77,14 +77,14 @@ def dropout(
     of = backend_triton.metadata
     launch = backend_triton.kept(
         _LAUNCHES,
-        lambda: (of(source), of(target), dropout_p, stream, first_row, add),
-        lambda: _launch(source, target, dropout_p, stream, first_row, add),
+        lambda: (of(source), of(target), dropout_p, adapter, first_row, add),
+        lambda: _launch(source, target, dropout_p, adapter, first_row, add),
     )
     if launch.programs:
         launch(source, target, seed)
 
 
-def _launch(source, target, dropout_p, stream, first_row, add) -> backend_triton.Launch:
+def _launch(source, target, dropout_p, adapter, first_row, add) -> backend_triton.Launch:
     rows, dim = source.shape
     config = Config.for_shape(dim)
     blocks = -(-dim // (4 * config.block_columns))
@@ -93,7 +93,7 @@ def _launch(source, target, dropout_p, stream, first_row, add) -> backend_triton
         -(-rows // config.block_rows) * blocks,
         (
             rows, first_row, row_stride(source), row_stride(target), round(dropout_p * 2**24),
-            stream, 1.0 / (1.0 - dropout_p),
+            adapter, 1.0 / (1.0 - dropout_p),
         ),
         (dim, config.block_rows, config.block_columns, add),
         config.num_warps,

@@ -24,7 +24,9 @@ def product(a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> torch.Tenso
     """alpha a b, with one rounding."""
     if alpha == 1.0:
         return a @ b
-    return torch.addmm(a.new_empty(()), a, b, beta=0.0, alpha=alpha)
+    # Not read where beta is 0, but inductor multiplies it by that.
+    unread = a.new_zeros(()) if torch.compiler.is_compiling() else a.new_empty(())
+    return torch.addmm(unread, a, b, beta=0.0, alpha=alpha)
 
 
 def down(x: torch.Tensor, lora_as: list[torch.Tensor], drop: Dropout | None) -> list[torch.Tensor]:
@@ -116,7 +118,7 @@ def add_down_backward(
     dx: torch.Tensor,
     dus: list[torch.Tensor],
     lora_as: list[torch.Tensor],
-    streams: list[int],
+    adapters: list[int],
     drop: Dropout | None,
 ) -> None:
     """dx += the sum of k_i (du_i A_i), where it lies."""
@@ -130,8 +132,8 @@ def add_down_backward(
             dx[part].add_(du[part] @ a)
         return
     for part in _parts(dx, dtype):
-        for du, a, stream in zip(dus, lora_as, streams, strict=True):
-            dropout(du[part] @ a, dx[part], drop.seed, drop.p, stream, part.start, add=True)
+        for du, a, adapter in zip(dus, lora_as, adapters, strict=True):
+            dropout(du[part] @ a, dx[part], drop.seed, drop.p, adapter, part.start, add=True)
 
 
 def _parts(x: torch.Tensor, dtype: torch.dtype) -> list[slice]:
@@ -140,10 +142,10 @@ def _parts(x: torch.Tensor, dtype: torch.dtype) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _kept(x, part: slice, dtype: torch.dtype, drop: Dropout, stream: int) -> torch.Tensor:
+def _kept(x, part: slice, dtype: torch.dtype, drop: Dropout, adapter: int) -> torch.Tensor:
     rows = x[part]
     kept = torch.empty(rows.shape, dtype=dtype, device=x.device)
-    dropout(rows, kept, drop.seed, drop.p, stream, part.start)
+    dropout(rows, kept, drop.seed, drop.p, adapter, part.start)
     return kept
 
 

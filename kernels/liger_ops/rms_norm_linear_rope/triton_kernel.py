@@ -48,11 +48,12 @@ class _Persistent(NamedTuple):
     config: Config
 
     def __call__(self, x, _, weight, bias, q_norm, k_norm, cos, sin, r, q, k, v) -> None:
-        blocks = self.x_block, self.weight_block, *[self.result_block] * 3
-        results = (y.view(-1, *y.shape[2:]) for y in (q, k, v))
+        x, columns, size = x.reshape(-1, x.shape[-1]), weight.shape[0], q.shape[-1]
+        y = q.as_strided((len(x), columns // size, size), (columns, size, 1))  # k and v follow q
+        blocks = self.x_block, self.weight_block, self.result_block
         descriptors = [
             TensorDescriptor(t, list(t.shape), list(t.stride()), block)
-            for t, block in zip((x.reshape(-1, x.shape[-1]), weight, *results), blocks, strict=True)
+            for t, block in zip((x, weight, y), blocks, strict=True)
         ]
         launch: Any = persistent_kernel[(self.programs,)]
         with torch.cuda.device(x.device if x.is_cuda else -1):
@@ -97,14 +98,14 @@ def _plan(given: Inputs, heads: Heads, norm: Norm, config: Config | None, precis
     column_blocks = config.column_blocks(heads.q, heads.kv, heads.size)
     tiles = -(-num_rows // config.block_rows) * column_blocks
     strides = (*rope.angle_strides(given.cos), *rope.angle_strides(given.sin))
-    if config.persistent and as_it_is and _fits_descriptors(given, heads):
+    if config.persistent and as_it_is and _fits_descriptors(given, heads, of_tile):
         launch = _Persistent(
             min(tiles, backend_triton.multiprocessors(x.device)),
             [config.block_rows, config.block_dim],
             [of_tile * heads.size, config.block_dim],
             [config.block_rows, of_tile, heads.size // 4],
-            (num_rows, time, *strides, norm.eps, norm.offset, dim, *heads, config.block_rows,
-             of_tile, config.block_dim, config.group, column_blocks, precision),
+            (num_rows, -(-dim // config.block_dim), time, *strides, norm.eps, norm.offset, dim, *heads,
+             config.block_rows, of_tile, config.block_dim, config.group, column_blocks, precision),
             config,
         )  # fmt: skip
         return _Plan(launch if tiles else None, scales_weight, launch_scales)
@@ -121,9 +122,13 @@ def _plan(given: Inputs, heads: Heads, norm: Norm, config: Config | None, precis
     return _Plan(launch if tiles else None, scales_weight, launch_scales)
 
 
-def _fits_descriptors(given: Inputs, heads: Heads) -> bool:
-    """Whether heads are rotated whole, and rows lie as the tensor memory accelerator wants them."""
+def _fits_descriptors(given: Inputs, heads: Heads, of_tile: int) -> bool:
+    """Whether heads are rotated whole and fill whole tiles, and rows lie as the tensor memory
+    accelerator wants them.
+    """
     if torch.compiler.is_compiling() or given.cos.shape[-1] != heads.size:
+        return False
+    if heads.q % of_tile or heads.kv % of_tile:
         return False
     aligned = all(
         row_stride(rows(t)) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
@@ -148,10 +153,7 @@ def _forward(
         lambda: (*map(of, given), heads, norm, config, precision, aligned),
         lambda: _plan(given, heads, norm, config, precision),
     )
-    q, k, v = (
-        torch.empty(*x.shape[:-1], n, heads.size, dtype=weight.dtype, device=x.device)
-        for n in (heads.q, heads.kv, heads.kv)
-    )
+    q, k, v = _results(x, weight.dtype, heads, isinstance(plan.launch, _Persistent))
     if plan.launch is None:
         return q, k, v
     norm_weight, r = dense(given.norm_weight), None
@@ -165,6 +167,21 @@ def _forward(
         dense(given.k_norm_weight), given.cos, given.sin, r, q, k, v,
     )  # fmt: skip
     return q, k, v
+
+
+def _results(
+    x: torch.Tensor, dtype: torch.dtype, heads: Heads, together: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory for q, k and v; `together` in one, where a row has q's heads, then k's, then v's."""
+    if not together:
+        shapes = ((*x.shape[:-1], n, heads.size) for n in (heads.q, heads.kv, heads.kv))
+        return tuple(torch.empty(s, dtype=dtype, device=x.device) for s in shapes)  # type: ignore[return-value]
+    y = torch.empty(
+        *x.shape[:-1], heads.q + 2 * heads.kv, heads.size, dtype=dtype, device=x.device
+    )
+    # Tensors of their own and no views: autograd forbids to change several views of one tensor.
+    parts = y.split((heads.q, heads.kv, heads.kv), dim=-2)
+    return tuple(y.new_empty(0).set_(part) for part in parts)  # type: ignore[return-value]
 
 
 def _scaled(weight: torch.Tensor, norm_weight: Any, offset: float) -> torch.Tensor:

@@ -140,9 +140,7 @@ def tile_kernel(
 def persistent_kernel(
     x_desc,  # (M, D), in blocks of (BLOCK_ROWS, BLOCK_D)
     weight_desc,  # ((N + 2 K) H, D), of x's dtype, in blocks of (HEADS H, BLOCK_D)
-    q_desc,  # (M, N H), in blocks of (BLOCK_ROWS, HEADS H / 2)
-    k_desc,  # (M, K H)
-    v_desc,  # (M, K H)
+    y_desc,  # (M, N + 2 K, H), all heads of a row, in blocks of (BLOCK_ROWS, HEADS, H / 4)
     bias_ptr,
     q_norm_ptr,
     k_norm_ptr,
@@ -150,6 +148,7 @@ def persistent_kernel(
     sin_ptr,
     r_ptr,
     num_rows,
+    steps,
     T,
     cos_stride_b,
     cos_stride_t,
@@ -168,17 +167,21 @@ def persistent_kernel(
     COLUMN_BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As tile_kernel, of heads that are rotated whole and an x that is multiplied as it is."""
+    """As tile_kernel, of heads that are rotated whole and an x that is multiplied as it is.
+
+    One descriptor has all results: which of three to use would be a branch, and Triton 3.6 cannot
+    fuse the loops around one.
+    """
     tiles = tl.cdiv(num_rows, BLOCK_ROWS) * COLUMN_BLOCKS
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         row_block, column_block = _tile_of(tile, num_rows, BLOCK_ROWS, COLUMN_BLOCKS, GROUP)
         part, head, share = place_of(column_block, N, K, HEADS, 1)
         column, there = columns_of(part, head, share, N, K, H, H, HEADS, H // 2, True)
-        first = (tl.where(part == 0, 0, tl.where(part == 1, N, N + K)) + head) * H
+        first = tl.where(part == 0, 0, tl.where(part == 1, N, N + K)) + head
         acc = tl.zeros((BLOCK_ROWS, HEADS * H), tl.float32)
-        for start in tl.range(0, D, BLOCK_D):
-            x = x_desc.load([row_block * BLOCK_ROWS, start])
-            weight = weight_desc.load([first, start])
+        for step in range(steps):
+            x = x_desc.load([row_block * BLOCK_ROWS, step * BLOCK_D])
+            weight = weight_desc.load([first * H, step * BLOCK_D])
             acc = tl.dot(x, weight.T, acc, input_precision=PRECISION)
         row = row_block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         acc = acc * tl.load(r_ptr + row, mask=row < num_rows, other=0.0)[:, None]
@@ -191,12 +194,12 @@ def persistent_kernel(
         left_2, right_2 = halves(x_2, HEADS)
         first_row = row_block * BLOCK_ROWS
         rotate_and_store_slots(
-            left_1, left_2, row, part, head, 0, q_desc, k_desc, v_desc, first_row, cos_ptr, sin_ptr,
-            num_rows, T, cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t, H,
+            left_1, left_2, row, part, first, 0, y_desc, first_row, cos_ptr, sin_ptr, num_rows, T,
+            cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t, H,
         )  # fmt: skip
         rotate_and_store_slots(
-            right_1, right_2, row, part, head, H // 4, q_desc, k_desc, v_desc, first_row, cos_ptr,
-            sin_ptr, num_rows, T, cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t, H,
+            right_1, right_2, row, part, first, H // 4, y_desc, first_row, cos_ptr, sin_ptr,
+            num_rows, T, cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t, H,
         )  # fmt: skip
 
 

@@ -186,11 +186,9 @@ def rotate_and_store_slots(
     x_2,
     row,
     part,
-    head,
+    head,  # the first of the tile, among all heads of a row
     first_slot,
-    q_desc,  # (M, N, H), in blocks of (BLOCK_M, HEADS, W)
-    k_desc,  # (M, K, H)
-    v_desc,  # (M, K, H)
+    y_desc,  # (M, N + 2 K, H), in blocks of (BLOCK_M, HEADS, W)
     first_row,
     cos_ptr,
     sin_ptr,
@@ -202,8 +200,8 @@ def rotate_and_store_slots(
     sin_stride_t,
     H: tl.constexpr,
 ):
-    """A part of the slots of heads that are rotated whole, by descriptors, which leave out what
-    lies beyond the last row and the last head.
+    """A part of the slots of heads that are rotated whole, by a descriptor, which leaves out what
+    lies beyond the last row.
 
     The angles change the layout of what they are multiplied with, by way of shared memory: in two
     pieces, which take up half as much of it.
@@ -220,17 +218,10 @@ def rotate_and_store_slots(
         right_1, right_2, row, part, first_slot + W // 2, cos_ptr, sin_ptr, num_rows, T,
         cos_stride_b, cos_stride_t, sin_stride_b, sin_stride_t, H,
     )  # fmt: skip
-    y_1 = _joined(left_1.to(q_desc.dtype), right_1.to(q_desc.dtype))
-    y_2 = _joined(left_2.to(q_desc.dtype), right_2.to(q_desc.dtype))
-    if part == 0:
-        q_desc.store([first_row, head, first_slot], y_1)
-        q_desc.store([first_row, head, first_slot + H // 2], y_2)
-    elif part == 1:
-        k_desc.store([first_row, head, first_slot], y_1)
-        k_desc.store([first_row, head, first_slot + H // 2], y_2)
-    else:
-        v_desc.store([first_row, head, first_slot], y_1)
-        v_desc.store([first_row, head, first_slot + H // 2], y_2)
+    y_1 = _joined(left_1.to(y_desc.dtype), right_1.to(y_desc.dtype))
+    y_2 = _joined(left_2.to(y_desc.dtype), right_2.to(y_desc.dtype))
+    y_desc.store([first_row, head, first_slot], y_1)
+    y_desc.store([first_row, head, first_slot + H // 2], y_2)
 
 
 @triton.jit
