@@ -98,12 +98,17 @@ def tile_kernel(
     if r_ptr is not None:
         r = tl.load(r_ptr + tl.minimum(row, num_rows - 1))
 
-    acc = tl.zeros((BLOCK_ROWS, 2 * HEADS * HALF), tl.float32)
-    squares = tl.zeros((BLOCK_ROWS,), tl.float32)
+    COLUMNS: tl.constexpr = 2 * HEADS * HALF
+    # A Hopper's product reads the larger operand out of shared memory if its rows are 64 or more.
+    FEW: tl.constexpr = BLOCK_ROWS < 64
+    ACROSS: tl.constexpr = FEW and COLUMNS >= 64
+    acc = tl.zeros((COLUMNS, BLOCK_ROWS) if ACROSS else (BLOCK_ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)  # of a row: added up once, at the end
     for start in tl.range(0, D, BLOCK_D):
         k = start + tl.arange(0, BLOCK_D)
         if D % BLOCK_D == 0:
-            x = tl.load(x_at + k[None, :])
+            # Where rows are few, those that are not there are not read again and again.
+            x = tl.load(x_at + k[None, :], mask=row[:, None] < num_rows if FEW else None)
             weight = tl.load(weight_at + k[:, None])
         else:
             x = tl.load(x_at + k[None, :], mask=k[None, :] < D, other=0.0)
@@ -111,16 +116,21 @@ def tile_kernel(
         if not AS_IT_IS:
             x32 = x.to(tl.float32)
             if r_ptr is None:
-                squares += tl.sum(x32 * x32, 1)
+                squares += x32 * x32
             else:  # x itself, times a weight, may be too large or too small for the dtype
                 x32 = x32 * r[:, None]
             if norm_ptr is not None:
                 x32 = x32 * (tl.load(norm_ptr + k, mask=k < D, other=0.0).to(tl.float32) + offset)
             x = x32.to(weight.dtype)
-        acc = tl.dot(x, weight, acc, input_precision=PRECISION)
+        if ACROSS:
+            acc = tl.dot(weight.T, x.T, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(x, weight, acc, input_precision=PRECISION)
+    if ACROSS:
+        acc = acc.T
 
     if r_ptr is None:
-        r = tl.rsqrt(squares / D + tl.cast(eps, tl.float32))
+        r = tl.rsqrt(tl.sum(squares, 1) / D + tl.cast(eps, tl.float32))
     if AS_IT_IS or r_ptr is None:
         acc = acc * r[:, None]
     if bias_ptr is not None:
