@@ -59,8 +59,7 @@ def _forward(
     ys = []
     for u, projection, scaling in zip(us, projections, options.scalings, strict=True):
         y = F.linear(x, projection.weight, projection.bias)
-        add_up(y, u, projection.lora_b, scaling)
-        ys.append(y)
+        ys.append(add_up(y, u, projection.lora_b, scaling))
     return ys, us
 
 

@@ -47,13 +47,15 @@ def down(x: torch.Tensor, lora_as: list[torch.Tensor], drop: Dropout | None) -> 
     return list(into)
 
 
-def add_up(y: torch.Tensor, u: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> None:
-    """y += s u B^T, where it lies. u is (M, r), B (O, r), y (M, O)."""
+def add_up(y: torch.Tensor, u: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """y + s u B^T, where y lies. u is (M, r), B (O, r), y (M, O)."""
     if y.dtype == u.dtype:
-        y.addmm_(u, lora_b.t(), alpha=scaling)
-        return
+        if torch.compiler.is_compiling():  # PyTorch 2.11 loses the gradient of a changed output
+            return torch.addmm(y, u, lora_b.t(), alpha=scaling)
+        return y.addmm_(u, lora_b.t(), alpha=scaling)
     for part in _parts(y, u.dtype):
         y[part].add_(u[part] @ lora_b.t(), alpha=scaling)
+    return y
 
 
 def up_backward(
