@@ -47,24 +47,18 @@ BOTH = "forward + backward"
 DECODING = [
     Config(16, columns, step, warps, stages)
     for columns, step, warps, stages in (
-        (32, 256, 4, 4), (32, 512, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 4),
-        (32, 128, 2, 5),
+        (32, 256, 2, 4), (64, 256, 4, 3), (64, 256, 4, 4), (64, 256, 4, 5), (128, 128, 8, 5),
     )
 ]  # fmt: skip
 MANY = [
     Config(128, 256, 64, 8, 3, "x"),
     Config(128, 256, 64, 8, 3, "weight"),
     Config(128, 256, 64, 8, 4, "weight"),
-    Config(256, 128, 64, 8, 3, "weight"),
-    Config(128, 128, 64, 8, 4, "x"),
     Config(128, 128, 64, 8, 4, "weight"),
-    Config(128, 128, 64, 4, 3, "weight"),
 ]
 PERSISTENT = [
     Config(128, 256, 64, 8, 3, "weight", persistent=True),
     Config(128, 256, 64, 8, 4, "weight", persistent=True),
-    Config(128, 128, 64, 8, 4, "weight", persistent=True),
-    Config(256, 128, 64, 8, 3, "weight", persistent=True),
 ]
 
 Row = dict[str, Any]

@@ -59,8 +59,8 @@ class Config:
         whole = 2 * power_of_two(-(-head_dim // 2)) if head_norms else 1
         step = 128 // itemsize
         if num_rows <= 16:
-            columns = max(whole, 32)
-            wanted = cls(16, columns, step * max(128 // columns, 1), 4, 4)
+            columns = max(whole, 64)
+            wanted = cls(16, columns, step * max(256 // columns, 1), 8 if columns > 64 else 4, 4)
         elif num_rows <= 64 or whole > 256:
             rows = 64 if whole <= 256 else max(128 * 128 // whole, 16)
             wanted = cls(rows, max(whole, 128), step, 8 if whole > 128 else 4, 4)

@@ -118,6 +118,9 @@ def tile_kernel(
     as_it_is = norm_ref is None and x_ref.dtype == weight_ref.dtype
     assert r is not None or not as_it_is
     axis = settings.out_axis
+    # A Hopper's product reads the larger operand out of shared memory if its rows are 64 or more.
+    few = config.block_rows < 64
+    turned = few and of_tile * 2 * half >= 64
 
     def across(vector, along: int):  # the weight's tile has columns on `axis`, and D on the other
         return jnp.expand_dims(vector, 1 - along)
@@ -128,7 +131,7 @@ def tile_kernel(
         fits = None if dim % config.block_dim == 0 else k < dim
         x_mask, weight_mask = None, None if there is None else across(there, axis)
         if fits is not None:
-            x_mask = jnp.broadcast_to(fits[None, :], (config.block_rows, config.block_dim))
+            x_mask = fits[None, :]
             on_dim = across(fits, 1 - axis)
             weight_mask = on_dim if weight_mask is None else weight_mask & on_dim
         indices = [across(column, axis), across(k, 1 - axis)]
@@ -137,29 +140,42 @@ def tile_kernel(
         if weight_mask is not None:
             shape = jnp.broadcast_shapes(*(index.shape for index in indices))
             weight_mask = jnp.broadcast_to(weight_mask, shape)
+        if few and not every_row:  # those that are not there are not read again and again
+            exist = row[:, None] < num_rows
+            x_mask = exist if x_mask is None else x_mask & exist
+        if x_mask is not None:
+            x_mask = jnp.broadcast_to(x_mask, (config.block_rows, config.block_dim))
         x = load(x_ref, read[:, None], k[None, :], mask=x_mask)
         weight = load(weight_ref, *indices, mask=weight_mask)
         if not as_it_is:
             x32 = x.astype(jnp.float32)
             if r is None:
-                squares = squares + jnp.sum(x32 * x32, axis=1)
+                squares = squares + x32 * x32
             else:  # x itself, times a weight, may be too large or too small for the dtype
                 x32 = x32 * r[:, None]
             if norm_ref is not None:
                 x32 = x32 * (load(norm_ref, k, mask=fits).astype(jnp.float32) + offset)[None, :]
             x = x32.astype(weight.dtype)
         full = settings.full_precision and x.dtype == jnp.float32
+        operands, depths = (x, weight), ((1,), (1 - axis,))
+        if turned:
+            operands, depths = operands[::-1], depths[::-1]
         product = jax.lax.dot_general(
-            x, weight, (((1,), (1 - axis,)), ((), ())), preferred_element_type=jnp.float32,
+            *operands, (depths, ((), ())), preferred_element_type=jnp.float32,
             precision=jax.lax.Precision.HIGHEST if full else jax.lax.Precision.DEFAULT,
         )  # fmt: skip
         return acc + product, squares
 
-    zeros = jnp.zeros((config.block_rows, of_tile * 2 * half), jnp.float32)
-    squares = None if r_ref is not None else jnp.zeros((config.block_rows,), jnp.float32)
+    shape = (config.block_rows, of_tile * 2 * half)
+    zeros = jnp.zeros(shape[::-1] if turned else shape, jnp.float32)
+    squares = None  # of a row: added up once, at the end
+    if r_ref is None:
+        squares = jnp.zeros((config.block_rows, config.block_dim), jnp.float32)
     acc, squares = for_range(0, pl.cdiv(dim, config.block_dim), step, (zeros, squares))
+    if turned:
+        acc = acc.T
     if r is None:
-        r = jax.lax.rsqrt(squares / dim + eps)
+        r = jax.lax.rsqrt(jnp.sum(squares, axis=1) / dim + eps)
     if as_it_is or r_ref is None:
         acc = acc * r[:, None]
     if bias_ref is not None:
