@@ -232,6 +232,10 @@ def rms_norm_linear_rope(
     scales = {name: arguments.get(name) for name in triton_product.scale_kernel.arg_names}
     scales |= {"r_ptr": "*fp32", "BLOCK_D": 4096 if norm else 1024}
     compile_kernel(triton_product.scale_kernel, scales, 4)
+    scaled = {"weight_stride": "i32", **{name: scales.get(name) or arguments.get(name) for name in
+              triton_product.weight_kernel.arg_names if name != "weight_stride"},
+              "norm_ptr": pointer, "scaled_ptr": pointer}  # fmt: skip
+    compile_kernel(triton_product.weight_kernel, scaled, 4)
 
 
 def rms_norm_linear_rope_persistent(

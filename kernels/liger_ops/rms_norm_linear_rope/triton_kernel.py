@@ -20,6 +20,7 @@ from liger_ops.rms_norm_linear_rope.triton_product import (
     persistent_kernel,
     scale_kernel,
     tile_kernel,
+    weight_kernel,
 )
 from liger_ops.rope import triton_kernel as rope
 
@@ -65,7 +66,7 @@ class _Persistent(NamedTuple):
 
 class _Plan(NamedTuple):
     launch: Any
-    scales_weight: bool
+    launch_weight: backend_triton.Launch | None  # where the norm's weight goes into the weight
     launch_scales: backend_triton.Launch | None  # of rows, where r comes first
 
 
@@ -89,9 +90,14 @@ def _plan(given: Inputs, heads: Heads, norm: Norm, config: Config | None, precis
     scales_weight = given.norm_weight is not None and config.scales == "weight" and same
     # Then x is multiplied as it lies in memory.
     as_it_is = same and (scales_weight or given.norm_weight is None)
-    launch_scales = None
+    launch_weight = launch_scales = None
+    block = min(power_of_two(dim), 4096)
+    if scales_weight:
+        arguments = row_stride(rows(weight)), norm.offset
+        launch_weight = backend_triton.Launch(
+            weight_kernel, len(weight), arguments, (dim, block), 4
+        )  # fmt: skip
     if as_it_is or weight.dtype == torch.float16:
-        block = min(power_of_two(dim), 4096)
         launch_scales = backend_triton.Launch(
             scale_kernel, num_rows, (row_stride(rows(x)), norm.eps), (dim, block), 4
         )
@@ -104,11 +110,12 @@ def _plan(given: Inputs, heads: Heads, norm: Norm, config: Config | None, precis
             [config.block_rows, config.block_dim],
             [of_tile * heads.size, config.block_dim],
             [config.block_rows, of_tile, heads.size // 4],
-            (num_rows, -(-dim // config.block_dim), time, *strides, norm.eps, norm.offset, dim, *heads,
-             config.block_rows, of_tile, config.block_dim, config.group, column_blocks, precision),
+            (num_rows, -(-dim // config.block_dim), time, *strides, norm.eps, norm.offset, dim,
+             *heads, config.block_rows, of_tile, config.block_dim, config.group, column_blocks,
+             precision),
             config,
         )  # fmt: skip
-        return _Plan(launch if tiles else None, scales_weight, launch_scales)
+        return _Plan(launch if tiles else None, launch_weight, launch_scales)
     launch = backend_triton.Launch(
         tile_kernel,
         tiles,
@@ -119,7 +126,7 @@ def _plan(given: Inputs, heads: Heads, norm: Norm, config: Config | None, precis
         config.num_warps,
         num_stages=config.num_stages,
     )  # fmt: skip
-    return _Plan(launch if tiles else None, scales_weight, launch_scales)
+    return _Plan(launch if tiles else None, launch_weight, launch_scales)
 
 
 def _fits_descriptors(given: Inputs, heads: Heads, of_tile: int) -> bool:
@@ -156,14 +163,16 @@ def _forward(
     q, k, v = _results(x, weight.dtype, heads, isinstance(plan.launch, _Persistent))
     if plan.launch is None:
         return q, k, v
-    norm_weight, r = dense(given.norm_weight), None
-    if plan.scales_weight:
-        weight, norm_weight = _scaled(weight, given.norm_weight, norm.offset), None
+    weight, norm_weight, r = rows(weight), dense(given.norm_weight), None
+    if plan.launch_weight is not None:
+        scaled = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        plan.launch_weight(weight, norm_weight, scaled)
+        weight, norm_weight = scaled, None
     if plan.launch_scales is not None:
         r = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
         plan.launch_scales(rows(x), r)
     plan.launch(
-        rows(x), norm_weight, rows(weight), dense(given.bias), dense(given.q_norm_weight),
+        rows(x), norm_weight, weight, dense(given.bias), dense(given.q_norm_weight),
         dense(given.k_norm_weight), given.cos, given.sin, r, q, k, v,
     )  # fmt: skip
     return q, k, v
@@ -176,20 +185,10 @@ def _results(
     if not together:
         shapes = ((*x.shape[:-1], n, heads.size) for n in (heads.q, heads.kv, heads.kv))
         return tuple(torch.empty(s, dtype=dtype, device=x.device) for s in shapes)  # type: ignore[return-value]
-    y = torch.empty(
-        *x.shape[:-1], heads.q + 2 * heads.kv, heads.size, dtype=dtype, device=x.device
-    )
+    y = torch.empty(*x.shape[:-1], heads.q + 2 * heads.kv, heads.size, dtype=dtype, device=x.device)
     # Tensors of their own and no views: autograd forbids to change several views of one tensor.
     parts = y.split((heads.q, heads.kv, heads.kv), dim=-2)
     return tuple(y.new_empty(0).set_(part) for part in parts)  # type: ignore[return-value]
-
-
-def _scaled(weight: torch.Tensor, norm_weight: Any, offset: float) -> torch.Tensor:
-    """The weight with the norm's in it, rounded once."""
-    scale = norm_weight.float() + offset
-    if torch.compiler.is_compiling():
-        return (weight * scale).to(weight.dtype)
-    return torch.mul(weight, scale, out=torch.empty_like(weight))
 
 
 def _backward(

@@ -1,5 +1,5 @@
 """The Triton kernels of rms_norm_linear_rope: one tile a program, or one program that walks over
-tiles, and the rows' scales where those come first.
+tiles, and what comes before those: the rows' scales, and a weight with the norm's in it.
 
     rotate(r (x (w + o)) W^T + b),    r = (sum of squares / D + eps)^(-1/2) of a row
 
@@ -44,6 +44,26 @@ def scale_kernel(
         x = tl.load(x_ptr + row * x_stride + k, mask=k < D, other=0.0).to(tl.float32)
         squares += x * x
     tl.store(r_ptr + row, tl.rsqrt(tl.sum(squares, 0) / D + tl.cast(eps, tl.float32)))
+
+
+@triton.jit
+def weight_kernel(
+    weight_ptr,  # (O, D)
+    norm_ptr,  # (D,)
+    scaled_ptr,  # (O, D)
+    weight_stride,
+    offset,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One row a program of the weight with the norm's in it, rounded once."""
+    row = tl.program_id(0).to(tl.int64)
+    for start in tl.range(0, D, BLOCK_D):
+        k = start + tl.arange(0, BLOCK_D)
+        weight = tl.load(weight_ptr + row * weight_stride + k, mask=k < D, other=0.0)
+        scale = tl.load(norm_ptr + k, mask=k < D, other=0.0).to(tl.float32) + offset
+        scaled = weight.to(tl.float32) * scale
+        tl.store(scaled_ptr + row * D + k, scaled.to(scaled_ptr.dtype.element_ty), mask=k < D)
 
 
 @triton.jit
