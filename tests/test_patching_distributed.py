@@ -1,6 +1,7 @@
-"""Patched models under DDP and FSDP: the gradient of one process, whatever each process holds."""
+"""Patched models under DDP, FSDP and ZeRO-3: the gradient of one process, whatever each holds."""
 
 import functools
+import importlib.util
 import os
 import pathlib
 import re
@@ -11,19 +12,25 @@ import tempfile
 import pytest
 import torch
 
-SCRIPT = pathlib.Path(__file__).parent / "patching_distributed_checks.py"
-NAMES = re.findall(r'^    "(\w+)":', SCRIPT.read_text(), re.MULTILINE)
+HERE = pathlib.Path(__file__).parent
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 
 
+def names_in(script: str) -> list[str]:
+    """Of the checks, from their list at the script's end."""
+    _, listed = (HERE / script).read_text().split("\nCHECKS = ")
+    return re.findall(r"^    (\w+),$", listed, re.MULTILINE)
+
+
 @functools.cache
-def outcomes() -> list[dict[str, str]]:
+def outcomes(script: str) -> list[dict[str, str]]:
+    """What two processes say of each check."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "STORE": f"{folder}/store", "OMP_NUM_THREADS": "1"}
         runs = [
             subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(rank), "2"], stdout=subprocess.PIPE,
+                [sys.executable, str(HERE / script), str(rank), "2"], stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, text=True, env=environment,
             )
             for rank in range(2)
@@ -35,11 +42,22 @@ def outcomes() -> list[dict[str, str]]:
                 run.kill()
     for run, (_, errors) in zip(runs, found, strict=True):
         assert run.returncode == 0, errors
-    return [dict(line.split(" ", 1) for line in output.splitlines()) for output, _ in found]
+    lines = [output.splitlines() for output, _ in found]
+    return [dict(line.split(" ", 1) for line in of if " " in line) for of in lines]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.gpu) if n == "fsdp1" else n for n in NAMES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.gpu) if name == "fsdp1" else name
+        for name in names_in("patching_distributed_checks.py")
+    ],
 )
 def test_distributed(name):
-    assert [outcome[name] for outcome in outcomes()] == ["ok", "ok"]
+    assert [found[name] for found in outcomes("patching_distributed_checks.py")] == ["ok", "ok"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.parametrize("name", names_in("patching_zero3_checks.py"))
+def test_zero3(name):
+    assert [found[name] for found in outcomes("patching_zero3_checks.py")] == ["ok", "ok"]

@@ -123,20 +123,24 @@ class _WithOurHead:
         **kwargs: Any,
     ) -> torch.Tensor:
         softcap, scale = self._transforms.of(self._model)
-        weight, bias = head.parameters(self._model)
-        hidden = self._hidden.to(weight.device)  # the head may be on another GPU
-        if bias is not None and scale != 1.0:
-            bias = bias * scale
-        return losses.fused_linear_cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]),
-            weight,
-            next_tokens(labels, shift_labels, ignore_index).to(weight.device),
-            bias=bias,
-            logit_scale=scale,
-            softcap=softcap,
-            ignore_index=ignore_index,
-            num_items=num_items_in_batch,
-        )
+
+        def loss(hidden: torch.Tensor) -> torch.Tensor:
+            weight, bias = head.parameters(self._model)
+            hidden = hidden.to(weight.device)  # the head may be on another GPU
+            if bias is not None and scale != 1.0:
+                bias = bias * scale
+            return losses.fused_linear_cross_entropy(
+                hidden.reshape(-1, hidden.shape[-1]),
+                weight,
+                next_tokens(labels, shift_labels, ignore_index).to(weight.device),
+                bias=bias,
+                logit_scale=scale,
+                softcap=softcap,
+                ignore_index=ignore_index,
+                num_items=num_items_in_batch,
+            )
+
+        return head.in_place_of(self._model, loss, self._hidden)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch_liger import norms
-from torch_liger.patching.head import hooked
+from torch_liger.patching.head import has_hooks
 from torch_liger.patching.patched import Record, Replacement, record_of
 from torch_liger.patching.redecorating import redecorated
 from torch_liger.patching.replacements import RMSNorm
@@ -66,7 +66,7 @@ def _settings_of(norm: Any) -> RMSNorm | None:
     """Of a norm that does nothing but what `attach` has put there; else None."""
     record = record_of(norm)
     ours = record.get("forward")
-    if not isinstance(record, Record) or not isinstance(ours, RMSNorm) or hooked(norm):
+    if not isinstance(record, Record) or not isinstance(ours, RMSNorm) or has_hooks(norm):
         return None
     now = getattr(norm.__dict__.get("forward"), "__func__", None)
     return ours if now is record.functions["forward"] else None
