@@ -14,7 +14,9 @@ import torch
 
 HERE = pathlib.Path(__file__).parent
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
+ON_CPUS = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on GPUs these checks are run by test_patching_two_gpus.py"
+)
 
 
 def names_in(script: str) -> list[str]:
@@ -46,18 +48,21 @@ def outcomes(script: str) -> list[dict[str, str]]:
     return [dict(line.split(" ", 1) for line in of if " " in line) for of in lines]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.gpu) if name == "fsdp1" else name
-        for name in names_in("patching_distributed_checks.py")
-    ],
+NAMES = names_in("patching_distributed_checks.py")
+NAMES_ZERO3 = names_in("patching_zero3_checks.py")
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
 )
+
+
+@ON_CPUS
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "fsdp1"])  # of GPUs alone
 def test_distributed(name):
     assert [found[name] for found in outcomes("patching_distributed_checks.py")] == ["ok", "ok"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-@pytest.mark.parametrize("name", names_in("patching_zero3_checks.py"))
+@ON_CPUS
+@NEEDS_DEEPSPEED
+@pytest.mark.parametrize("name", NAMES_ZERO3)
 def test_zero3(name):
     assert [found[name] for found in outcomes("patching_zero3_checks.py")] == ["ok", "ok"]

@@ -116,22 +116,6 @@ def test_dtensors(mesh):
         model(**batch())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_layers_and_head_on_different_gpus():
-    from accelerate import dispatch_model
-
-    plain, model = made("llama"), made("llama")
-    devices = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1,
-               "model.norm": 1, "model.rotary_emb": 0, "lm_head": 1}  # fmt: skip
-    model = dispatch_model(model, devices)
-    torch_liger.apply_liger_kernel(model)
-    assert_same(
-        {name: value.to(0) for name, value in results(model, **batch()).items()},
-        results(plain, **batch()),
-    )
-
-
 def test_hooks_of_accelerate():
     """They wrap the forwards of all modules, before the patch or after it."""
     pytest.importorskip("accelerate")
