@@ -13,7 +13,7 @@ do is done by PEFT's own forward: the choice is made anew at each call.
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,16 +98,25 @@ def project(x: torch.Tensor, *modules: torch.nn.Module) -> tuple[torch.Tensor, .
     Where all of them are fused LoRA layers they run as one `torch_liger.lora_linears`, as for the
     query, key and value of an attention or the gate and up of an MLP.
     """
-    if len(modules) > 1 and all(_is_bound(m) and not _has_hooks(m) for m in modules):
-        given = [_arguments(module, x) for module in modules]
-        shared = {(p.lora_a.dtype, dropout_p) for p, dropout_p in filter(None, given)}
-        if None not in given and len(shared) == 1:
-            return lora_linears(
-                x,
-                [projection for projection, _ in given],  # type: ignore[misc]
-                dropout_p=shared.pop()[1],
-            )
-    return tuple(module(x) for module in modules)
+    ys = together(x, modules) if all(map(is_fused, modules)) else None
+    return tuple(module(x) for module in modules) if ys is None else ys
+
+
+def is_fused(module: Any) -> bool:
+    """Whether a call of the module is the fused forward, where its state allows it, and no more."""
+    return isinstance(module, torch.nn.Module) and _is_bound(module) and not _has_hooks(module)
+
+
+def together(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
+    """Fused layers' outputs by one `torch_liger.lora_linears`, or None where it does not do it."""
+    if len(layers) < 2:
+        return None
+    given = [_arguments(layer, x) for layer in layers]
+    shared = {(p.lora_a.dtype, dropout_p) for p, dropout_p in filter(None, given)}
+    if None in given or len(shared) != 1:
+        return None
+    projections = [projection for projection, _ in given]  # type: ignore[misc]
+    return lora_linears(x, projections, dropout_p=shared.pop()[1])
 
 
 def fused_forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

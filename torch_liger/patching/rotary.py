@@ -15,6 +15,7 @@ import torch
 from torch_liger import rotary
 from torch_liger.patching.patched import Replacement
 from torch_liger.patching.redecorating import copied, redecorated
+from torch_liger.patching.shared_input import together
 
 
 def half(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1, layout: str = "half") -> Any:
@@ -70,7 +71,9 @@ class Rope(Replacement):
 
     def make(self) -> Callable[..., Any]:
         stock: Any = self.owner.forward  # type: ignore[attr-defined]
-        return redecorated(stock, with_global(inspect.unwrap(stock), self.name, self.function))
+        return together(
+            redecorated(stock, with_global(inspect.unwrap(stock), self.name, self.function))
+        )
 
 
 def calls(function: Any, name: str) -> bool:
