@@ -314,4 +314,6 @@ def test_peak_memory_and_no_wait_for_the_device(adapter, dropout_p):
         torch.cuda.set_sync_debug_mode("default")
     y_and_dx = 2 * 16384 * (4096 + 14336)
     small = 16384 * 64 * 4 * 3 + 8 * 64 * (4096 + 14336)
-    assert torch.cuda.max_memory_allocated() - before <= y_and_dx + small + 3 * cases.SCRATCH
+    # Without dropout no rows are copied, in any dtype; the library's products have a workspace.
+    others = 3 * cases.SCRATCH if dropout_p else 2 * small + 64 * 2**20
+    assert torch.cuda.max_memory_allocated() - before <= y_and_dx + small + others

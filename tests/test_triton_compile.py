@@ -15,7 +15,7 @@ KERNELS = {
     "_forward_kernel", "_backward_kernel", "forward_wide_kernel", "backward_two_pass_kernel",
     "forward_kernel", "backward_kernel", "reduce_kernel", "bias_gradient_kernel",
     "_rotate_kernel", "_finish_kernel", "sum_kernel", "_dropout_kernel",
-    "tile_kernel", "scale_kernel", "weight_kernel",
+    "_split_kernel", "tile_kernel", "scale_kernel", "weight_kernel",
 }  # fmt: skip
 HOPPER_ONLY = {"_product_kernel", "persistent_kernel"}
 

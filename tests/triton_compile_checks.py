@@ -18,7 +18,7 @@ from liger_ops.fused_linear_cross_entropy import triton_parts, triton_products
 from liger_ops.layer_norm import triton_kernel as layer_norm_kernel
 from liger_ops.layer_norm import triton_wide as layer_norm_wide
 from liger_ops.layer_norm.cases import Config as LayerNormConfig
-from liger_ops.lora_linear import triton_dropout
+from liger_ops.lora_linear import triton_dropout, triton_terms
 from liger_ops.lora_linear.cases import Config as DropoutConfig
 from liger_ops.rms_norm import triton_kernel, triton_wide
 from liger_ops.rms_norm.cases import Config
@@ -203,6 +203,15 @@ def dropout(
     compile_kernel(triton_dropout._dropout_kernel, arguments, config.num_warps)
 
 
+def terms_of_adapters(columns: int, terms: tuple[int, int, int]) -> None:
+    arguments = {
+        "source_ptr": "*fp32", "target_ptr": "*bf16", "COLUMNS": columns, "BLOCK": 1024,
+        **dict.fromkeys(("num_rows", "source_stride", "target_stride", "target_step"), "i32"),
+        **dict(zip(("FIRST", "SECOND", "THIRD"), terms, strict=True)),
+    }  # fmt: skip
+    compile_kernel(triton_terms._split_kernel, arguments, 4)
+
+
 def rms_norm_linear_rope(
     rows: int, head_dim: int, rotary_dim: int, dtype: str, norm: bool, everything: bool,
     scalar: str = "fp32",
@@ -282,6 +291,8 @@ if __name__ == "__main__":
         dropout(81, target, source, add=True)
     dropout(14336, "bfloat16", "bfloat16", add=True, scale="fp64")
     dropout(14336, "bfloat16", "bfloat16", add=False, adapter=1)  # as Triton specialises a 1
+    for columns, terms in itertools.product((1, 64, 3584), ((0, 1, 2), (0, 1, 0), (0, 0, 1))):
+        terms_of_adapters(columns, terms)
     for rows, dtype in itertools.product((1, 64, 8192), TYPES):
         rms_norm_linear_rope(rows, 128, 128, dtype, norm=True, everything=False)
     for dtype in TYPES:

@@ -247,6 +247,13 @@ def differentiable_gradients(y: Any, inputs: tuple[torch.Tensor | None, ...], dy
     ]
 
 
+def add_product(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
+    """y + alpha a b of matrices of one dtype, where y lies, for a y that a forward returns."""
+    if torch.compiler.is_compiling():  # PyTorch 2.11 then loses the gradient of a changed result
+        return torch.addmm(y, a, b, alpha=alpha)
+    return y.addmm_(a, b, alpha=alpha)
+
+
 def library_product(
     a: Any, b: Any, into: torch.Tensor, alpha: float = 1.0, beta: float = 0.0
 ) -> None:

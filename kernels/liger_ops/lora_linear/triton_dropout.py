@@ -3,7 +3,7 @@
 The same factors serve the forward and the backward, so nothing of x's size is kept between them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,7 +11,20 @@ import triton.language as tl
 
 from liger_ops import backend_triton
 from liger_ops.backend_triton import row_stride
+from liger_ops.lora_linear import cases
 from liger_ops.lora_linear.cases import Config
+
+
+class Dropout(NamedTuple):
+    """p above 0 and where its factors come from."""
+
+    p: float
+    seed: torch.Tensor  # (1,) int64
+
+    @property
+    def scale(self) -> float:
+        """Of what is kept."""
+        return 1.0 / (1.0 - self.p)
 
 
 @triton.jit
@@ -69,22 +82,24 @@ def dropout(
     adapter: int,
     first_row: int,
     add: bool = False,
+    scaled: bool = True,
 ) -> None:
     """target = factors * source, or with `add` target + factors * source.
 
-    Both are (M, D), their columns adjacent; their first row is row `first_row` of the factors.
+    Both are (M, D), their columns adjacent; their first row is row `first_row` of the factors,
+    which are 0 or 1 where they are not `scaled`.
     """
     of = backend_triton.metadata
     launch = backend_triton.kept(
         _LAUNCHES,
-        lambda: (of(source), of(target), dropout_p, adapter, first_row, add),
-        lambda: _launch(source, target, dropout_p, adapter, first_row, add),
+        lambda: (of(source), of(target), dropout_p, adapter, first_row, add, scaled),
+        lambda: _launch(source, target, dropout_p, adapter, first_row, add, scaled),
     )
     if launch.programs:
         launch(source, target, seed)
 
 
-def _launch(source, target, dropout_p, adapter, first_row, add) -> backend_triton.Launch:
+def _launch(source, target, dropout_p, adapter, first_row, add, scaled) -> backend_triton.Launch:
     rows, dim = source.shape
     config = Config.for_shape(dim)
     blocks = -(-dim // (4 * config.block_columns))
@@ -93,8 +108,29 @@ def _launch(source, target, dropout_p, adapter, first_row, add) -> backend_trito
         -(-rows // config.block_rows) * blocks,
         (
             rows, first_row, row_stride(source), row_stride(target), round(dropout_p * 2**24),
-            adapter, 1.0 / (1.0 - dropout_p),
+            adapter, 1.0 / (1.0 - dropout_p) if scaled else 1.0,
         ),
         (dim, config.block_rows, config.block_columns, add),
         config.num_warps,
     )  # fmt: skip
+
+
+def kept_rows(
+    x: torch.Tensor,
+    part: slice,
+    dtype: torch.dtype,
+    drop: Dropout,
+    adapter: int,
+    scaled: bool = True,
+) -> torch.Tensor:
+    """The rows x[part] with dropout, in `dtype`."""
+    rows = x[part]
+    kept = torch.empty(rows.shape, dtype=dtype, device=x.device)
+    dropout(rows, kept, drop.seed, drop.p, adapter, part.start, scaled=scaled)
+    return kept
+
+
+def parts(x: torch.Tensor, dtype: torch.dtype) -> list[slice]:
+    """All rows of x (M, D), in parts of which a copy in `dtype` is small."""
+    rows, size = len(x), cases.rows_of_a_part(x.shape[1], dtype.itemsize)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from liger_ops import backend_triton
 from liger_ops.lora_linear import eager
+from liger_ops.lora_linear.triton_dropout import Dropout
 from liger_ops.lora_linear.triton_parts import (
-    Dropout,
     add_down_backward,
     add_up,
     down,

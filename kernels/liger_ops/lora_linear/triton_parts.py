@@ -1,23 +1,15 @@
 """The small products of a low-rank adapter, over parts of the rows where x or dy must be cast or
 dropped out first: one part's rows exist at a time, and sums over parts are float32.
 
-Without either, each is one product of the library over all rows.
+Without either, each is one product of the library over all rows. Float32 adapters beside bfloat16
+rows, PEFT's default, are triton_terms.py's.
 """
-
-from typing import NamedTuple
 
 import torch
 
-from liger_ops.backend_triton import library_product
-from liger_ops.lora_linear import cases
-from liger_ops.lora_linear.triton_dropout import dropout
-
-
-class Dropout(NamedTuple):
-    """p above 0 and where its factors come from."""
-
-    p: float
-    seed: torch.Tensor  # (1,) int64
+from liger_ops.backend_triton import add_product, library_product
+from liger_ops.lora_linear import triton_terms
+from liger_ops.lora_linear.triton_dropout import Dropout, dropout, kept_rows, parts
 
 
 def product(a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
@@ -31,6 +23,8 @@ def product(a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> torch.Tenso
 
 def down(x: torch.Tensor, lora_as: list[torch.Tensor], drop: Dropout | None) -> list[torch.Tensor]:
     """(k_i x) A_i^T for each A_i (r_i, D), (M, r_i): columns of one tensor."""
+    if triton_terms.applies(x.dtype, lora_as[0].dtype):
+        return triton_terms.down(x, lora_as, drop)
     widths = [len(a) for a in lora_as]
     if drop is None:
         stacked = (lora_as[0] if len(lora_as) == 1 else torch.cat(lora_as)).t()
@@ -38,22 +32,22 @@ def down(x: torch.Tensor, lora_as: list[torch.Tensor], drop: Dropout | None) -> 
             return list((x @ stacked).split(widths, dim=1))
     us = x.new_empty(len(x), sum(widths), dtype=lora_as[0].dtype)
     into = us.split(widths, dim=1)
-    for part in _parts(x, us.dtype):
+    for part in parts(x, us.dtype):
         if drop is None:
             us[part] = x[part].to(us.dtype) @ stacked  # type: ignore[possibly-unbound]
             continue
         for i, a in enumerate(lora_as):
-            into[i][part] = _kept(x, part, us.dtype, drop, i) @ a.t()
+            into[i][part] = kept_rows(x, part, us.dtype, drop, i) @ a.t()
     return list(into)
 
 
 def add_up(y: torch.Tensor, u: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
     """y + s u B^T, where y lies. u is (M, r), B (O, r), y (M, O)."""
     if y.dtype == u.dtype:
-        if torch.compiler.is_compiling():  # PyTorch 2.11 loses the gradient of a changed output
-            return torch.addmm(y, u, lora_b.t(), alpha=scaling)
-        return y.addmm_(u, lora_b.t(), alpha=scaling)
-    for part in _parts(y, u.dtype):
+        return add_product(y, u, lora_b.t(), scaling)
+    if triton_terms.applies(y.dtype, u.dtype):
+        return triton_terms.add_up(y, u, lora_b, scaling)
+    for part in parts(y, u.dtype):
         y[part].add_(u[part] @ lora_b.t(), alpha=scaling)
     return y
 
@@ -74,9 +68,11 @@ def up_backward(
             None if lora_b is None else product(dy, lora_b, scaling),
             None if u is None else product(dy.t(), u, scaling),
         )
+    if triton_terms.applies(dy.dtype, dtype):
+        return triton_terms.up_backward(dy, u, lora_b, scaling)
     du = None if lora_b is None else dy.new_empty(len(dy), lora_b.shape[1], dtype=dtype)
     sum_b = None if u is None else _zeros(dy.shape[1], u.shape[1], u)
-    for part in _parts(dy, dtype):
+    for part in parts(dy, dtype):
         rows = dy[part].to(dtype)
         if du is not None and lora_b is not None:
             du[part] = product(rows, lora_b, scaling)
@@ -94,6 +90,10 @@ def down_backward(
     if not given:
         return gradients
     dtype = given[0][1].dtype
+    if triton_terms.applies(x.dtype, dtype):
+        for (i, _), gradient in zip(given, triton_terms.down_backward(x, given, drop), strict=True):
+            gradients[i] = gradient
+        return gradients
     if drop is None:
         widths = [du.shape[1] for _, du in given]
         stacked = given[0][1] if len(given) == 1 else torch.cat([du for _, du in given], dim=1)
@@ -101,16 +101,16 @@ def down_backward(
             made = stacked.t() @ x
         else:
             made = _zeros(stacked.shape[1], x.shape[1], stacked)
-            for part in _parts(x, dtype):
+            for part in parts(x, dtype):
                 library_product(stacked[part].t(), x[part].to(dtype), made, beta=1.0)
             made = made.to(dtype)
         for (i, _), gradient in zip(given, made.split(widths), strict=True):
             gradients[i] = gradient
         return gradients
     sums = [_zeros(du.shape[1], x.shape[1], du) for _, du in given]
-    for part in _parts(x, dtype):
+    for part in parts(x, dtype):
         for total, (i, du) in zip(sums, given, strict=True):
-            library_product(du[part].t(), _kept(x, part, dtype, drop, i), total, beta=1.0)
+            library_product(du[part].t(), kept_rows(x, part, dtype, drop, i), total, beta=1.0)
     for total, (i, _) in zip(sums, given, strict=True):
         gradients[i] = total.to(dtype)
     return gradients
@@ -125,30 +125,20 @@ def add_down_backward(
 ) -> None:
     """dx += the sum of k_i (du_i A_i), where it lies."""
     dtype = dus[0].dtype
+    if triton_terms.applies(dx.dtype, dtype):
+        triton_terms.add_down_backward(dx, dus, lora_as, adapters, drop)
+        return
     if drop is None:
         du, a = (dus[0], lora_as[0]) if len(dus) == 1 else (torch.cat(dus, 1), torch.cat(lora_as))
         if dtype == dx.dtype:
             dx.addmm_(du, a)
             return
-        for part in _parts(dx, dtype):
+        for part in parts(dx, dtype):
             dx[part].add_(du[part] @ a)
         return
-    for part in _parts(dx, dtype):
+    for part in parts(dx, dtype):
         for du, a, adapter in zip(dus, lora_as, adapters, strict=True):
             dropout(du[part] @ a, dx[part], drop.seed, drop.p, adapter, part.start, add=True)
-
-
-def _parts(x: torch.Tensor, dtype: torch.dtype) -> list[slice]:
-    """All rows of x (M, D), in parts of which a copy in `dtype` is small."""
-    rows, size = len(x), cases.rows_of_a_part(x.shape[1], dtype.itemsize)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
-
-
-def _kept(x, part: slice, dtype: torch.dtype, drop: Dropout, adapter: int) -> torch.Tensor:
-    rows = x[part]
-    kept = torch.empty(rows.shape, dtype=dtype, device=x.device)
-    dropout(rows, kept, drop.seed, drop.p, adapter, part.start)
-    return kept
 
 
 def _zeros(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
