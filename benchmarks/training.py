@@ -5,6 +5,8 @@
     full_torch  a LLaMA of 1.24 B parameters (3.2 1B's shape), all of them trained, 8 x 2048 tokens
     full_jax    the same in Flax
     lora_torch  a Qwen2 of 7.6 B (2.5 7B's shape), LoRA of rank 64 on all linears, 4 x 2048 tokens
+    utilisation_torch  full_torch's LLaMA patched, for a minute or more, with fresh batches from the
+                host: how busy NVML says the GPU was
 
 All candidates of one call run in one process, each on a model of its own with fresh random weights
 and tokens. Everything is bfloat16 with AdamW, but for LoRA's adapters, which are PEFT's float32. A
@@ -63,7 +65,8 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row['work']:11} {row['implementation']:28} {row['tokens_per_second']:9.0f} tok/s"
-            f"  {row['gibibytes']:6.1f} GiB  mfu {row['mfu']:.3f}  loss {row['loss']:.3f}",
+            f"  {row['gibibytes']:6.1f} GiB  mfu {row['mfu']:.3f}  loss {row['loss']:.3f}"
+            + (f"  GPU busy {row['gpu_utilization']:.1f} %" if "gpu_utilization" in row else ""),
             flush=True,
         )
     if args.out:
@@ -207,10 +210,21 @@ def full_jax(only: list[str] | None) -> Iterator[Row]:
         gc.collect()
 
 
+def utilisation_torch(only: list[str] | None) -> Iterator[Row]:
+    import utilisation
+
+    for name, train in utilisation.LOOPS.items():
+        if only and name not in only:
+            continue
+        row = utilisation.window(train, LLAMA, batch=8, length=LENGTH)
+        yield {"work": "utilisation_torch", "implementation": name, **row}
+
+
 WORKS: dict[str, Callable[[list[str] | None], Iterator[Row]]] = {
     "full_torch": full_torch,
     "full_jax": full_jax,
     "lora_torch": lora_torch,
+    "utilisation_torch": utilisation_torch,
 }
 
 

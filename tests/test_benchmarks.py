@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import description
 import measuring
 import run
 import timing
+from liger_ops import backend_triton
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -283,6 +285,27 @@ def test_enough_sets_to_miss_the_cache(monkeypatch):
     assert timing.sets_for(2, 3) == timing.MOST_SETS
 
 
+@pytest.mark.parametrize("name", ["torch_liger in a loop", "torch_liger in Trainer"])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*pin_memory.*:UserWarning")
+def test_utilisation_is_sampled_in_the_window(name, monkeypatch):
+    pytest.importorskip("accelerate")
+    utilisation = importlib.import_module("utilisation")
+    monkeypatch.setattr(utilisation, "SECONDS", 0.5)
+    monkeypatch.setattr(utilisation, "WARMUP", 2)
+    monkeypatch.setattr(utilisation, "LOGGING", 1)
+    monkeypatch.setattr(backend_triton, "INTERPRET", False)
+    settings = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+                "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}  # fmt: skip
+    read = itertools.cycle([90.0, 100.0]).__next__
+    row = utilisation.window(utilisation.LOOPS[name], settings, 2, 8, DEVICE, read)
+    assert row["window_seconds"] >= 0.5 and row["steps"] >= 1
+    assert row["tokens_per_second"] == 2 * 8 * row["steps"] / row["window_seconds"]
+    assert row["samples"] >= 1 and 90.0 <= row["gpu_utilization"] <= 100.0
+    assert abs(row["loss"] - 4.16) < 1.0  # ln 64
+    samples = row["samples"]  # which begin with a 100, since the first reading was the check
+    assert row["share_of_samples_at_95"] == -(-samples // 2) / samples
+
+
 RESULTS = sorted(BENCHMARKS.glob("results/*.json"))
 TRAINING = [path for path in RESULTS if path.stem.startswith("training_")]
 
@@ -294,7 +317,13 @@ def test_training_steps_kept_here_are_as_the_script_writes_them(path):
     for row in result["rows"]:
         assert row["work"] in result["command"] and row["gibibytes"] > 1.0
         assert row["tokens_per_second"] > 1e3 and 0.0 < row["mfu"] < 1.0
-        assert abs(row["loss"] - 11.8) < 2.0 and len(row["seconds"]) == 10
+        assert abs(row["loss"] - 11.8) < 2.0
+        if row["work"] == "utilisation_torch":
+            assert row["window_seconds"] >= 60.0 and row["samples"] > row["window_seconds"]
+            assert 0.0 <= row["share_of_samples_at_95"] <= 1.0
+            assert 0.0 < row["gpu_utilization"] <= 100.0
+        else:
+            assert len(row["seconds"]) == 10
 
 
 @pytest.mark.parametrize("path", [p for p in RESULTS if p not in TRAINING], ids=lambda p: p.stem)
