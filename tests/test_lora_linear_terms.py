@@ -33,6 +33,7 @@ def test_three_terms_add_up_to_the_number(lay):
     assert torch.equal(hi + mid + lo, a.double())
     assert torch.equal(hi, a.bfloat16().double())
     assert (mid.abs() <= 2**-8 * hi.abs()).all() and (lo.abs() <= 2**-16 * hi.abs()).all()
+    assert torch.equal(triton_terms._plain_split(lay(a), ALL, 1), side)
     below = triton_terms.below(lay(a), ALL)
     assert torch.equal(below, torch.cat(list(side.split(35, dim=1))))
     pairs = zip(LEFT, RIGHT, strict=True)

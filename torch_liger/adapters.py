@@ -63,10 +63,12 @@ def lora_linear(
         weights. Kept for it are x, the weights and x @ lora_a.T; x is not if weight and lora_a are
         frozen, and then lora_b's gradient cannot be differentiated in x.
 
-    Numerics: products are the library's. The adapter's are made in the dtype of lora_a and lora_b,
-        as PEFT makes them: float32 adapters beside a bfloat16 weight are read and summed in
-        float32, over parts of the rows. The base product is rounded to its dtype, and the sum with
-        the adapter's once more.
+    Numerics: products are the library's. The adapter's are as exact as in the dtype of lora_a and
+        lora_b, in which PEFT makes them. Float32 adapters beside a bfloat16 x are split into
+        three bfloat16 terms each, whose products with x are exact and summed in float32; in what is
+        added to y and to x's gradient, which are bfloat16, terms below 2^-16 are left out. Beside
+        float16, and float16 or bfloat16 adapters beside others, rows are cast in parts. The base
+        product is rounded to its dtype, and the sum with the adapter's once more.
 
     Raises:
         TypeError, ValueError: for an argument that does not fit, naming it and both values.

@@ -66,21 +66,23 @@ _LAUNCHES: dict[Any, backend_triton.Launch] = {}  # by all that they depend on
 
 def beside(a: torch.Tensor, terms: tuple[int, int, int]) -> torch.Tensor:
     """(rows, 3 columns): three terms of a (rows, columns), side by side."""
-    rows, columns = a.shape
-    made = torch.empty(rows, 3 * columns, dtype=torch.bfloat16, device=a.device)
-    return _split(a, made, terms, columns)
+    return _split(a, terms, 1)
 
 
 def below(a: torch.Tensor, terms: tuple[int, int, int]) -> torch.Tensor:
     """(3 rows, columns): three terms of a (rows, columns), one below the other."""
-    rows, columns = a.shape
-    made = torch.empty(3 * rows, columns, dtype=torch.bfloat16, device=a.device)
-    return _split(a, made, terms, rows * columns)
+    return _split(a, terms, 0)
 
 
-def _split(a: torch.Tensor, made: torch.Tensor, terms: tuple[int, int, int], step: int) -> Any:
+def _split(a: torch.Tensor, terms: tuple[int, int, int], dim: int) -> torch.Tensor:
+    if backend_triton.INTERPRET and torch.compiler.is_compiling():  # which takes no interpreter
+        return _plain_split(a, terms, dim)
     if a.stride(1) != 1:
         a = a.contiguous()
+    rows, columns = a.shape
+    shape = (rows, 3 * columns) if dim == 1 else (3 * rows, columns)
+    made = torch.empty(shape, dtype=torch.bfloat16, device=a.device)
+    step = columns if dim == 1 else rows * columns
     of = backend_triton.metadata
     launch = backend_triton.kept(
         _LAUNCHES, lambda: (of(a), of(made), terms), lambda: _launch(a, made, terms, step)
@@ -88,6 +90,14 @@ def _split(a: torch.Tensor, made: torch.Tensor, terms: tuple[int, int, int], ste
     if launch.programs:
         launch(a, made)
     return made
+
+
+def _plain_split(a: torch.Tensor, terms: tuple[int, int, int], dim: int) -> torch.Tensor:
+    """Not for inductor, which takes a cast to bfloat16 and back for nothing."""
+    hi = a.bfloat16()
+    mid = (a - hi.float()).bfloat16()
+    lo = (a - hi.float() - mid.float()).bfloat16()
+    return torch.cat([(hi, mid, lo)[term] for term in terms], dim)
 
 
 def _launch(a, made, terms, step) -> backend_triton.Launch:
