@@ -6,7 +6,7 @@ import torch
 import torch_liger
 from liger_ops.lora_linear import cases, triton_parts, triton_terms
 from liger_ops.lora_linear.triton_dropout import Dropout
-from test_lora_linear_torch import example, lora
+from test_lora_linear_torch import example, lora, with_gradients
 from test_rms_norm_torch import DEVICE, randn
 
 ALL, LEFT, RIGHT = triton_terms._ALL, triton_terms._LEFT, triton_terms._RIGHT
@@ -127,3 +127,12 @@ def test_several_projections(dropout_p):
         assert actual.dtype == expected.dtype
         limit = 1e-6 if actual.dtype == torch.float32 else 6e-3
         assert error(actual, expected.double()) < limit
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("rows", [(0,), (0, 3)])
+def test_no_rows(rows, dropout_p):
+    given = example(rows, dtype=torch.bfloat16, adapter=torch.float32)
+    results = with_gradients(lora, given, dropout_p=dropout_p)
+    assert results[0].shape == (*rows, 24)
+    assert all(not g.any() and not g.isnan().any() for g in results[1:])

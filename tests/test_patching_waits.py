@@ -77,9 +77,9 @@ COUNTS = {"none": None, "int": 9, "tensor": torch.tensor(9)}
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2", "granite"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "cohere", "granite"])
 def test_all_weights(family, count):
-    model = made(family, attention="eager" if family == "gemma2" else "sdpa").to(torch.bfloat16)
+    model = made(family, attention="sdpa").to(torch.bfloat16)
     torch_liger.apply_liger_kernel(model)
     items = COUNTS[count]
     items = items.to(DEVICE) if isinstance(items, torch.Tensor) else items
