@@ -4,6 +4,8 @@ import importlib.metadata
 import platform
 from typing import Any
 
+from liger_validate.devices import Place, installed
+
 PACKAGES = ("jax-torch-liger", "numpy", "jax", "jaxlib", "flax", "torch", "transformers", "triton")
 # What each framework's own names for the precision of float32 products mean.
 _TORCH = {"highest": "highest", "high": "tf32", "medium": "bfloat16"}
@@ -50,37 +52,49 @@ def meaning(torch_setting: str, jax_setting: str | None, on_gpu: bool) -> tuple[
     return _TORCH[torch_setting], jax_meaning
 
 
-def precision() -> dict[str, Any]:
-    """The settings as they are, with what they mean."""
-    import jax
-    import torch
+def precision(place: Place | None = None) -> dict[str, Any]:
+    """The settings as they are, with what they mean, of the frameworks that `place` is of.
 
-    on_gpu = jax.default_backend() == "gpu"
-    config: Any = jax.config
-    torchs, jaxs = torch.get_float32_matmul_precision(), config.jax_default_matmul_precision
-    ours, theirs = meaning(torchs, jaxs, on_gpu)
-    return {"torch": torchs, "jax": jaxs, "torch_means": ours, "jax_means": theirs}
+    Of both, where JAX computes by itself, if it is left out.
+    """
+    found: dict[str, Any] = {}
+    if place is None or place.torch:
+        import torch
+
+        setting = torch.get_float32_matmul_precision()
+        found |= {"torch": setting, "torch_means": _TORCH[setting]}
+    if place is None or place.jax:
+        import jax
+
+        config: Any = jax.config
+        setting = config.jax_default_matmul_precision
+        on_gpu = place.on_gpu("jax") if place else jax.default_backend() == "gpu"
+        found |= {"jax": setting, "jax_means": meaning("highest", setting, on_gpu)[1]}
+    return found
 
 
 def set_precision(name: str) -> None:
-    """Sets both frameworks: "highest" or "tf32"."""
-    import jax
-    import torch
+    """Sets both frameworks, or the one that is installed: "highest" or "tf32"."""
+    if installed("torch"):
+        import torch
 
-    torch.set_float32_matmul_precision({"highest": "highest", "tf32": "high"}[name])
-    jax.config.update(
-        "jax_default_matmul_precision", {"highest": "highest", "tf32": "tensorfloat32"}[name]
-    )
+        torch.set_float32_matmul_precision({"highest": "highest", "tf32": "high"}[name])
+    if installed("jax"):
+        import jax
+
+        jax.config.update(
+            "jax_default_matmul_precision", {"highest": "highest", "tf32": "tensorfloat32"}[name]
+        )
 
 
-def same_precision() -> dict[str, Any]:
+def same_precision(place: Place | None = None) -> dict[str, Any]:
     """The settings, if they mean the same.
 
     Raises:
         PrecisionMismatch: if they do not, naming both.
     """
-    found = precision()
-    if found["torch_means"] != found["jax_means"]:
+    found = precision(place)
+    if len({found[name] for name in ("torch_means", "jax_means") if name in found}) > 1:
         raise PrecisionMismatch(
             f"torch multiplies float32 at {found['torch_means']!r} (set_float32_matmul_precision: "
             f"{found['torch']!r}) and jax at {found['jax_means']!r} "
@@ -89,11 +103,12 @@ def same_precision() -> dict[str, Any]:
     return found
 
 
-def described(seed: int) -> dict[str, Any]:
+def described(seed: int, place: Place | None = None) -> dict[str, Any]:
     """What every report begins with."""
+    where = "; ".join(f"{f}: {d}" for f, d in place.described().items()) if place else device()
     return {
         "versions": versions(),
-        "device": device(),
-        "precision": precision(),
+        "device": where,
+        "precision": precision(place),
         "seed": seed,
     }

@@ -1,28 +1,35 @@
-"""Every operation's cases through every implementation that this machine can run."""
+"""Every operation's cases through the chosen implementations, judged by the oracle."""
 
-import importlib.util
-import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from liger_validate.judge import PLAIN, ULP, Error, Results, limit_of
+from liger_validate import devices
+from liger_validate.implementations import IMPLEMENTATIONS, plain_of, run
+from liger_validate.judge import ULP, Error, Results, limit_of, limit_of_pair
+from liger_validate.peers import NotOffered
 from liger_validate.problems import Problem, problems
 
-IMPLEMENTATIONS = ("triton", "eager", "pallas", "xla")
-GROUPS = {"torch": ("triton", "eager"), "jax": ("pallas", "xla")}
-NOT_IN_JAX = {"lora_linear": ("pallas",)}  # whose JAX version is XLA's alone
+OFF = ("FAIL", "ERROR")
+NAN = math.nan
 
 
 @dataclass(frozen=True)
 class Row:
     """One result of one case by one implementation, and what the judge says of it.
 
-    rms, largest: the errors against the oracle; ulp: the largest in units of the last place of the
-    largest exact value. plain_rms, plain_largest: those of the plain version in the same framework.
-    verdict: "pass", "FAIL", "ERROR", or "plain" for the plain versions, which are the yardstick.
+    Attributes:
+        rms, largest: the errors against the oracle; ulp: the largest in units of the last place of
+            the largest exact value.
+        plain_rms, plain_largest: those of the plain version in the same framework.
+        ratio: rms over plain_rms.
+        apart: the largest difference from another implementation, over the largest exact value;
+            apart_ulp: the same in units of the last place, of the coarser of both dtypes;
+            apart_from: which one that is, None if there is no other.
+        repeatable: whether a second run gave the same bits.
+        verdict: "pass", "FAIL", "ERROR", "not offered", or "plain" for the plain versions, which
+            are the yardstick.
     """
 
     op: str
@@ -30,101 +37,28 @@ class Row:
     dtype: str
     result: str
     implementation: str
-    rms: float
-    largest: float
-    ulp: float
-    plain_rms: float
-    plain_largest: float
-    ratio: float  # rms over plain_rms
-    repeatable: bool | None
-    verdict: str
+    rms: float = NAN
+    largest: float = NAN
+    ulp: float = NAN
+    plain_rms: float = NAN
+    plain_largest: float = NAN
+    ratio: float = NAN
+    apart: float = NAN
+    apart_ulp: float = NAN
+    apart_from: str | None = None
+    repeatable: bool | None = None
+    verdict: str = "ERROR"
     message: str = ""
 
 
-def why_not(implementation: str) -> str | None:
-    """Why an implementation cannot run on this machine, or None if it can."""
-    framework = "torch" if implementation in GROUPS["torch"] else "jax"
-    if importlib.util.find_spec(framework) is None:
-        return f"{framework} is not installed"
-    if implementation == "triton":
-        import torch
+@dataclass(frozen=True)
+class _Runs:
+    """What an implementation gave in two runs, or why it gave nothing."""
 
-        if importlib.util.find_spec("triton") is None:
-            return "triton is not installed"
-        if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-            return "there is no GPU, and TRITON_INTERPRET=1 was not set"
-    if implementation == "pallas":
-        import jax
-
-        from liger_ops import backend_pallas
-
-        if jax.default_backend() != "gpu" and not backend_pallas.interpret():
-            return "there is no GPU, and PALLAS_INTERPRET=1 was not set"
-    return None
-
-
-def chosen(against: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """The implementations of this list that run here, and why the others do not.
-
-    Raises:
-        ValueError: for a name that is neither an implementation nor a framework.
-    """
-    names: list[str] = []
-    for name in against or IMPLEMENTATIONS:
-        if name not in GROUPS and name not in IMPLEMENTATIONS:
-            known = ", ".join((*GROUPS, *IMPLEMENTATIONS))
-            raise ValueError(f"against must be of {known}; got {name!r}")
-        names += [n for n in GROUPS.get(name, (name,)) if n not in names]
-    reasons = {name: why_not(name) for name in names}
-    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
-    return [name for name in names if name not in left_out], left_out
-
-
-def run(problem: Problem, implementation: str) -> Results:
-    """The outputs, and the gradients of the inputs that the problem asks for."""
-    return (_run_jax if implementation in GROUPS["jax"] else _run_torch)(problem, implementation)
-
-
-def _named(problem: Problem, outputs: Any, gradients: Any) -> dict[str, Any]:
-    results = dict(zip(problem.upstream, outputs, strict=True))
-    return results | {f"d{n}": g for n, g in zip(problem.wanted, gradients, strict=True)}
-
-
-def _run_jax(problem: Problem, implementation: str) -> Results:
-    import jax
-    import jax.numpy as jnp
-
-    import jax_liger
-
-    arrays = {name: jnp.asarray(value) for name, value in problem.inputs.items()}
-
-    def call(*wanted):
-        given = {**arrays, **dict(zip(problem.wanted, wanted, strict=True))}
-        return tuple(problem.call(jax_liger, implementation, given))
-
-    outputs, vjp = jax.vjp(call, *(arrays[name] for name in problem.wanted))
-    upstream = problem.upstream.values()
-    dys = tuple(jnp.asarray(dy, y.dtype) for dy, y in zip(upstream, outputs, strict=True))
-    named = _named(problem, outputs, vjp(dys))
-    return {name: np.asarray(value) for name, value in named.items()}
-
-
-def _run_torch(problem: Problem, implementation: str) -> Results:
-    import torch
-
-    import torch_liger
-    from liger_validate.tensors import from_torch, poisoned, to_torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors = {name: to_torch(value, device) for name, value in problem.inputs.items()}
-    wanted = [tensors[name].requires_grad_() for name in problem.wanted]
-    with poisoned():
-        outputs = problem.call(torch_liger, implementation, tensors)
-        upstream = problem.upstream.values()
-        dys = [to_torch(dy, device).to(y.dtype) for dy, y in zip(upstream, outputs, strict=True)]
-        gradients = torch.autograd.grad(outputs, wanted, dys)
-    named = _named(problem, outputs, gradients)
-    return {name: from_torch(value) for name, value in named.items()}
+    first: Results
+    second: Results
+    verdict: str = ""
+    message: str = ""
 
 
 def validate(
@@ -133,58 +67,94 @@ def validate(
     cases: Iterable[str] = (),
     implementations: Iterable[str] = IMPLEMENTATIONS,
     seed: int = 0,
+    place: devices.Place | None = None,
 ) -> Iterator[Row]:
     """Rows of the table, case by case."""
+    names = list(implementations)
     for op in ops:
-        known = [n for n in implementations if n not in NOT_IN_JAX.get(op, ())]
         for problem in problems(op, dtypes, cases, seed):
-            yield from rows_of(problem, known)
+            yield from rows_of(problem, names, place)
 
 
-def rows_of(problem: Problem, implementations: Iterable[str]) -> Iterator[Row]:
-    """Rows of one problem; each kernel is judged beside its framework's plain version."""
-    plains: dict[str, Results] = {}
-    for name in implementations:
-        plain = PLAIN.get(name, name)
-        label = (problem.op, problem.name, problem.dtype)
-        try:
-            if plain not in plains:
-                plains[plain] = run(problem, plain)
-            first = plains[plain] if name == plain else run(problem, name)
-            second = run(problem, name)
-        except Exception as error:  # what an implementation raises is a finding, not the end
-            nan = float("nan")
-            text = f"{type(error).__name__}: {error}"
-            yield Row(*label, "", name, nan, nan, nan, nan, nan, nan, None, "ERROR", text)
-            continue
-        for result, exact in problem.exact.items():
-            yield _judged(label, result, name, first, second, plains[plain], exact)
+def rows_of(
+    problem: Problem, implementations: Iterable[str], place: devices.Place | None = None
+) -> Iterator[Row]:
+    """Rows of one problem; kernels and peers are judged beside their framework's plain version."""
+    names, place = list(implementations), place or devices.find(None)
+    needed = dict.fromkeys(n for name in names for n in (plain_of(name), name))
+    runs = {name: _twice(problem, name, place) for name in needed}
+    rows: dict[str, list[Row]] = {name: [] for name in names}
+    for name in names:
+        label = Row(problem.op, problem.name, problem.dtype, "", name)
+        plain = runs[plain_of(name)]
+        if runs[name].verdict:
+            failed = runs[name]
+            rows[name] = [replace(label, verdict=failed.verdict, message=failed.message)]
+        elif plain.verdict:
+            rows[name] = [replace(label, message=f"{plain_of(name)}: {plain.message}")]
+    solved = {name: runs[name] for name in names if not rows[name]}
+    for result in problem.exact:
+        for row in _rows_of_result(problem, result, solved, runs):
+            rows[row.implementation].append(row)
+    return itertools.chain.from_iterable(rows.values())
 
 
-def _judged(label, result, name, first, second, plains, exact) -> Row:
-    actual, plain = first[result], plains[result]
-    error, base = Error.between(actual, exact), Error.between(plain, exact)
-    dtype, message = actual.dtype.name, ""
-    limit = limit_of(base, dtype)
-    verdict = "pass" if name in PLAIN else "plain"
-    if verdict == "pass" and dtype != plain.dtype.name:
-        verdict, message = "FAIL", f"dtype {dtype}, the plain version's {plain.dtype.name}"
-    elif not (error.rms <= limit.rms and error.largest <= limit.largest):
-        verdict = "FAIL"
-        message = f"limits {limit.rms:.3e} and {limit.largest:.3e}"
-    return Row(
-        op=label[0],
-        case=label[1],
-        dtype=label[2],
-        result=result,
-        implementation=name,
-        rms=error.rms,
-        largest=error.largest,
-        ulp=error.largest / ULP[dtype],
-        plain_rms=base.rms,
-        plain_largest=base.largest,
-        ratio=error.rms / base.rms if base.rms else (1.0 if error.rms == 0.0 else float("inf")),
-        repeatable=actual.tobytes() == second[result].tobytes(),
-        verdict=verdict,
-        message=message,
-    )
+def _twice(problem: Problem, name: str, place: devices.Place) -> _Runs:
+    try:
+        return _Runs(run(problem, name, place), run(problem, name, place))
+    except NotOffered as error:
+        return _Runs({}, {}, "not offered", str(error))
+    except Exception as error:  # what an implementation raises is a finding, not the end
+        return _Runs({}, {}, "ERROR", f"{type(error).__name__}: {error}")
+
+
+def _rows_of_result(
+    problem: Problem, result: str, solved: Mapping[str, _Runs], runs: Mapping[str, _Runs]
+) -> list[Row]:
+    exact = problem.exact[result]
+    rows = {}
+    for name, found in solved.items():
+        actual, plain = found.first[result], runs[plain_of(name)].first[result]
+        error, base = Error.between(actual, exact), Error.between(plain, exact)
+        dtype, plain_dtype, message = actual.dtype.name, plain.dtype.name, ""
+        limit = limit_of(base, dtype)
+        verdict = "plain" if name == plain_of(name) else "pass"
+        if dtype != plain_dtype:
+            verdict, message = "FAIL", f"dtype {dtype}, the plain version's {plain_dtype}"
+        elif not error.within(limit):
+            verdict, message = "FAIL", f"limits {limit.rms:.3e} and {limit.largest:.3e}"
+        rows[name] = Row(
+            *(problem.op, problem.name, problem.dtype, result, name),
+            rms=error.rms,
+            largest=error.largest,
+            ulp=error.largest / ULP[dtype],
+            plain_rms=base.rms,
+            plain_largest=base.largest,
+            ratio=error.rms / base.rms if base.rms else (1.0 if error.rms == 0.0 else math.inf),
+            repeatable=actual.tobytes() == found.second[result].tobytes(),
+            verdict=verdict,
+            message=message,
+        )
+    for pair in itertools.combinations(rows, 2):
+        first, second = (solved[name].first[result] for name in pair)
+        apart = Error.between(first, second, exact)
+        dtype = max(first.dtype.name, second.dtype.name, key=ULP.__getitem__)
+        bases = [Error(rows[name].plain_rms, rows[name].plain_largest) for name in pair]
+        limit = limit_of_pair(bases, dtype)
+        # One that the oracle has failed is not the other's fault.
+        both_pass = all(rows[name].verdict == "pass" for name in pair)
+        for name, other in (pair, pair[::-1]):
+            row = rows[name]
+            if row.apart_from is None or apart.largest > row.apart:
+                row = replace(
+                    row,
+                    apart=apart.largest,
+                    apart_ulp=apart.largest / ULP[dtype],
+                    apart_from=other,
+                )
+            if both_pass and not apart.within(limit):
+                message = f"apart from {other} by {apart.rms:.3e} and {apart.largest:.3e}, limits "
+                message += f"{limit.rms:.3e} and {limit.largest:.3e}"
+                row = replace(row, verdict="FAIL", message=message)
+            rows[name] = row
+    return list(rows.values())

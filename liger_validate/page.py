@@ -35,10 +35,13 @@ def of_model(header: dict[str, Any], report: dict[str, Any]) -> str:
 def of_ops(header: dict[str, Any], rows: Iterable[dict[str, Any]], agrees: bool) -> str:
     """The page of `liger-validate ops`."""
     rows = list(rows)
-    columns = ("op", "case", "dtype", "result", "implementation", "rms", "plain_rms", "largest",
+    columns = ("op", "case", "dtype", "result", "implementation", "rms", "plain_rms", "ratio",
+               "largest", "ulp", "plain_largest", "apart", "apart_ulp", "apart_from",
                "repeatable", "verdict", "message")  # fmt: skip
-    cells = [[_short(row[column]) for column in columns] for row in rows]
-    parts = [_verdict(agrees), _header(header), _image(_ratios(rows)), _table(columns, cells)]
+    cells = [[_or_empty(row[column]) for column in columns] for row in rows]
+    notes = "".join(f"<p>{html.escape(note)}</p>" for note in header["notes"])
+    parts = [_verdict(agrees), _header(header), notes]
+    parts += [_image(_ratios(rows)), _table(columns, cells)]
     return _page("liger-validate ops", parts)
 
 
@@ -58,6 +61,12 @@ def _header(header: dict[str, Any]) -> str:
     rows = [*header["versions"].items(), ("device", header["device"]), ("seed", header["seed"])]
     rows.append(("precision", json.dumps(header["precision"])))
     return _table(("", ""), rows)
+
+
+def _or_empty(value: Any) -> str:
+    """Nothing for what a row of an operation has not: a case not offered has no error."""
+    absent = value is None or (isinstance(value, float) and math.isnan(value))
+    return "" if absent else _short(value)
 
 
 def _short(value: Any) -> str:

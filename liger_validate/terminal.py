@@ -1,20 +1,22 @@
 """Reports as tables in a terminal."""
 
+import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from liger_validate.ops import Row
+from liger_validate.ops import OFF, Row
 
 _BAD = "bold red"
 
 
-def _console() -> Console:
+def _console(width: int = 160) -> Console:
     console = Console()
     # A file or a pipe has no width; the tables need one that holds their columns.
-    return console if console.is_terminal else Console(width=160)
+    return console if console.is_terminal else Console(width=width)
 
 
 def show_header(console: Console, header: dict[str, Any]) -> None:
@@ -22,39 +24,77 @@ def show_header(console: Console, header: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     precision = header["precision"]
     console.print(f"{header['device']}; {versions}", highlight=False)
-    console.print(
-        f"float32 products: {precision['torch_means']} in torch, {precision['jax_means']} in jax; "
-        f"seed {header['seed']}",
-        highlight=False,
+    products = ", ".join(
+        f"{precision[f'{framework}_means']} in {framework}"
+        for framework in ("torch", "jax")
+        if framework in precision
     )
+    console.print(f"float32 products: {products}; seed {header['seed']}", highlight=False)
 
 
 def show_ops(
     header: dict[str, Any], rows: Iterable[Row], left_out: dict[str, str], every: bool
 ) -> None:
     """One line a result; without `every`, passing ones are the worst of their operation."""
-    console, rows = _console(), list(rows)
+    console, rows = _console(width=200), list(rows)
     show_header(console, header)
-    for name, reason in left_out.items():
-        console.print(f"{name} was left out: {reason}", style="yellow", highlight=False)
-    table = Table("op", "case", "dtype", "result", "implementation")
-    for column in ("RMS error", "plain's", "ratio", "largest", "ulp", "plain's largest"):
+    for note in (
+        *header["notes"],
+        *(f"{name} was left out: {reason}" for name, reason in left_out.items()),
+    ):
+        console.print(note, style="yellow", highlight=False)
+    # What all lines have in common is said once.
+    common = [name for name in ("op", "dtype") if len({getattr(row, name) for row in rows}) == 1]
+    table = Table(title=", ".join(getattr(rows[0], name) for name in common) or None)
+    labels = [n for n in ("op", "dtype", "case", "result", "implementation") if n not in common]
+    for name in labels:
+        table.add_column(name, overflow="fold")
+    for column in ("RMS error", "plain's", "ratio", "largest", "ulp", "plain's", "apart", "ulp"):
         table.add_column(column, justify="right")
-    table.add_column("repeats")
-    table.add_column("verdict")
-    for row in rows if every else _worst(rows):
-        bad = row.verdict in ("FAIL", "ERROR")
+    for column in ("from", "repeats", "verdict"):
+        table.add_column(column)
+    shown = rows if every else _worst(rows)
+    for row in shown:
         table.add_row(
-            *(row.op, row.case, row.dtype, row.result, row.implementation),
-            *(f"{row.rms:.2e}", f"{row.plain_rms:.2e}", f"{row.ratio:.2f}"),
-            *(f"{row.largest:.2e}", f"{row.ulp:.2f}", f"{row.plain_largest:.2e}"),
+            *(getattr(row, name) for name in labels),
+            *(_number(row.rms), _number(row.plain_rms), _number(row.ratio, ".2f")),
+            *(_number(row.largest), _number(row.ulp, ".2f"), _number(row.plain_largest)),
+            *(_number(row.apart), _number(row.apart_ulp, ".2f"), row.apart_from),
             {True: "yes", False: "no", None: ""}[row.repeatable],
-            f"{row.verdict} {row.message}".strip(),
-            style=_BAD if bad else None,
+            row.verdict,
+            style={"not offered": "dim"}.get(row.verdict, _BAD if row.verdict in OFF else None),
         )
     console.print(table)
-    failed = sum(row.verdict in ("FAIL", "ERROR") for row in rows)
-    console.print(f"{len(rows)} results, {failed} of them off", highlight=False)
+    for row in shown:
+        if row.verdict in OFF:
+            where = f"{row.implementation}, {row.op}, {row.case} {row.result}".strip()
+            console.print(f"{where}: {row.message}", style=_BAD, highlight=False)
+    _show_summary(console, rows)
+
+
+def _show_summary(console: Console, rows: list[Row]) -> None:
+    results = [row for row in rows if row.verdict != "not offered"]
+    failed = sum(row.verdict in OFF for row in rows)
+    console.print(f"{len(results)} results, {failed} of them off", highlight=False)
+    cases = Counter(
+        (row.implementation, row.op, row.message) for row in rows if row.verdict == "not offered"
+    )
+    for (name, op, reason), count in cases.items():
+        of = len({row.case for row in rows if row.op == op})
+        text = f"{name}: {count} of {of} cases of {op} not offered: {reason}"
+        console.print(text, style="yellow", highlight=False)
+    compared = [row for row in results if row.apart_from]
+    if compared:
+        most = max(compared, key=lambda row: row.apart_ulp)
+        console.print(
+            f"furthest apart: {most.implementation} and {most.apart_from}, {most.apart:.2e} "
+            f"({most.apart_ulp:.2f} ulp) in {most.result} of {most.op}, {most.case}",
+            highlight=False,
+        )
+
+
+def _number(value: float, spec: str = ".2e") -> str:
+    return "" if math.isnan(value) else f"{value:{spec}}"
 
 
 def _worst(rows: list[Row]) -> list[Row]:
@@ -62,7 +102,7 @@ def _worst(rows: list[Row]) -> list[Row]:
     worst: dict[tuple[str, ...], Row] = {}
     for row in rows:
         key = (row.op, row.dtype, row.result, row.implementation)
-        if row.verdict in ("FAIL", "ERROR"):
+        if row.verdict in OFF:
             key = (*key, row.case)
         if key not in worst or row.rms > worst[key].rms:
             worst[key] = row
