@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="NAMES",
-        help="another library as a further column: liger-kernel, tokamax",
+        help="another library beside them, held to the same yardstick: liger-kernel, tokamax",
     )
     ops.add_argument(
         "--device", metavar="NAME", help="cpu, gpu, cuda or cuda:N; a GPU if there is one"
@@ -130,7 +130,6 @@ def _ops(arguments: argparse.Namespace) -> int:
     header = _begin(arguments, place)
     header["versions"] |= implementations.versions_of_peers(wanted)
     running, left_out = implementations.split(wanted, place)
-    header["notes"] = implementations.notes(running, place)
     rows = list(
         ops.validate(names, arguments.dtype, arguments.case, running, arguments.seed, place)
     )
@@ -140,12 +139,14 @@ def _ops(arguments: argparse.Namespace) -> int:
     terminal.show_ops(header, rows, left_out, arguments.all_rows)
     passed = not any(row.verdict in ops.OFF for row in rows)
     status = AGREES if passed else DIFFERS
+    if all(row.verdict == "not offered" for row in rows):
+        status = COULD_NOT_RUN
     _write(
         arguments,
         {**header, "left_out": left_out, "status": status, "rows": table},
     )
     if arguments.html:
-        arguments.html.write_text(page.of_ops(header, table, passed))
+        arguments.html.write_text(page.of_ops(header, table, status == AGREES))
     return status
 
 

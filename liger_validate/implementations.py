@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from liger_ops.drawing import DTYPES
 from liger_validate.devices import Place, installed
 from liger_validate.judge import PLAIN, Results
 from liger_validate.peers import PEERS, NotOffered
@@ -97,17 +98,6 @@ def split(names: Iterable[str], place: Place) -> tuple[list[str], dict[str, str]
     return running, left_out
 
 
-def notes(names: Iterable[str], place: Place) -> list[str]:
-    """What a reader of the numbers has to know."""
-    interpreted = not place.on_gpu("torch")
-    return [
-        f"{name} runs in Triton's interpreter, whose bfloat16 is not a GPU's: of what it does on a "
-        "GPU this says little"
-        for name in names
-        if name in PEERS and PEERS[name].needs == "triton" and interpreted
-    ]
-
-
 def versions_of_peers(names: Iterable[str]) -> dict[str, str]:
     """Of those among the names, as their packages state them."""
     found = {}
@@ -129,7 +119,15 @@ def run(problem: Problem, name: str, place: Place) -> Results:
     if name in NOT_IN_JAX.get(problem.op, ()):
         raise NotOffered(f"{problem.op} has no {name} version")
     run_there = _run_jax if framework_of(name) == "jax" else _run_torch
-    results = run_there(problem, name, place)
+    interpreted = name in PEERS and PEERS[name].needs == "triton" and not place.on_gpu("torch")
+    if interpreted and any(a.dtype == DTYPES["bfloat16"] for a in problem.inputs.values()):
+        raise NotOffered("needs a GPU: Triton's interpreter computes bfloat16 wrongly")
+    try:
+        results = run_there(problem, name, place)
+    except Exception as error:
+        if interpreted and type(error).__name__ == "InterpreterError":
+            raise NotOffered(f"needs a GPU: Triton's interpreter stops with {error}") from error
+        raise
     for result, exact in problem.exact.items():
         if results[result].shape != exact.shape:
             shape = results[result].shape

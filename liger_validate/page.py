@@ -39,9 +39,7 @@ def of_ops(header: dict[str, Any], rows: Iterable[dict[str, Any]], agrees: bool)
                "largest", "ulp", "plain_largest", "apart", "apart_ulp", "apart_from",
                "repeatable", "verdict", "message")  # fmt: skip
     cells = [[_or_empty(row[column]) for column in columns] for row in rows]
-    notes = "".join(f"<p>{html.escape(note)}</p>" for note in header["notes"])
-    parts = [_verdict(agrees), _header(header), notes]
-    parts += [_image(_ratios(rows)), _table(columns, cells)]
+    parts = [_verdict(agrees), _header(header), _image(_ratios(rows)), _table(columns, cells)]
     return _page("liger-validate ops", parts)
 
 

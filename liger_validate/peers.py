@@ -4,7 +4,7 @@ An adapter is called as the public function of its name is, and raises NotOffere
 cannot take. Operations without an adapter are not offered either.
 
 liger-kernel: `liger_kernel.transformers.functional`, run with 0.8.5. In Triton's interpreter its
-rope and its cross-entropies run; its norms and gated units need a GPU.
+rope and most of its cross-entropies run, in float32 and float16; all else needs a GPU.
 
 tokamax: `tokamax.layer_norm`, with means or without. Written from its documentation, and not run
 with the library yet. Its gated_linear_unit holds the products too, and its

@@ -38,11 +38,8 @@ def show_ops(
     """One line a result; without `every`, passing ones are the worst of their operation."""
     console, rows = _console(width=200), list(rows)
     show_header(console, header)
-    for note in (
-        *header["notes"],
-        *(f"{name} was left out: {reason}" for name, reason in left_out.items()),
-    ):
-        console.print(note, style="yellow", highlight=False)
+    for name, reason in left_out.items():
+        console.print(f"{name} was left out: {reason}", style="yellow", highlight=False)
     # What all lines have in common is said once.
     common = [name for name in ("op", "dtype") if len({getattr(row, name) for row in rows}) == 1]
     table = Table(title=", ".join(getattr(rows[0], name) for name in common) or None)
@@ -57,9 +54,9 @@ def show_ops(
     for row in shown:
         table.add_row(
             *(getattr(row, name) for name in labels),
-            *(_number(row.rms), _number(row.plain_rms), _number(row.ratio, ".2f")),
-            *(_number(row.largest), _number(row.ulp, ".2f"), _number(row.plain_largest)),
-            *(_number(row.apart), _number(row.apart_ulp, ".2f"), row.apart_from),
+            *(_number(row.rms), _number(row.plain_rms), _count(row.ratio)),
+            *(_number(row.largest), _count(row.ulp), _number(row.plain_largest)),
+            *(_number(row.apart), _count(row.apart_ulp), row.apart_from),
             {True: "yes", False: "no", None: ""}[row.repeatable],
             row.verdict,
             style={"not offered": "dim"}.get(row.verdict, _BAD if row.verdict in OFF else None),
@@ -68,7 +65,7 @@ def show_ops(
     for row in shown:
         if row.verdict in OFF:
             where = f"{row.implementation}, {row.op}, {row.case} {row.result}".strip()
-            console.print(f"{where}: {row.message}", style=_BAD, highlight=False)
+            console.print(f"{where}: {row.message.splitlines()[0]}", style=_BAD, highlight=False)
     _show_summary(console, rows)
 
 
@@ -88,13 +85,17 @@ def _show_summary(console: Console, rows: list[Row]) -> None:
         most = max(compared, key=lambda row: row.apart_ulp)
         console.print(
             f"furthest apart: {most.implementation} and {most.apart_from}, {most.apart:.2e} "
-            f"({most.apart_ulp:.2f} ulp) in {most.result} of {most.op}, {most.case}",
+            f"({_count(most.apart_ulp)} ulp) in {most.result} of {most.op}, {most.case}",
             highlight=False,
         )
 
 
-def _number(value: float, spec: str = ".2e") -> str:
-    return "" if math.isnan(value) else f"{value:{spec}}"
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.2e}"
+
+
+def _count(value: float) -> str:
+    return f"{value:.2f}" if value < 1e4 else _number(value)
 
 
 def _worst(rows: list[Row]) -> list[Row]:
