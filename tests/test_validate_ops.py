@@ -3,11 +3,14 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
+import torch
 
 from liger_ops.drawing import DTYPES
-from liger_validate import cli, environment, ops
+from liger_validate import cli, environment, implementations, ops
+from liger_validate.judge import PLAIN
 from liger_validate.problems import OPS, problems
 
 # A small case of every operation, of those that both interpreters run in little time.
@@ -34,14 +37,14 @@ def first(op, case=None):
 @pytest.mark.parametrize("op", OPS)
 def test_every_implementation_of_every_operation_passes(op):
     problem = first(op)
-    names = [n for n in ops.IMPLEMENTATIONS if n != "pallas" or op in WITH_PALLAS]
+    names = [n for n in implementations.IMPLEMENTATIONS if n != "pallas" or op in WITH_PALLAS]
     rows = list(ops.rows_of(problem, names))
     assert problem.op == op
     assert {(row.implementation, row.result) for row in rows} == {
         (name, result) for name in names for result in problem.exact
     }
     for row in rows:
-        assert row.verdict == ("pass" if row.implementation in ops.PLAIN else "plain"), row
+        assert row.verdict == ("pass" if row.implementation in PLAIN else "plain"), row
         assert row.repeatable and 0 <= row.rms < 0.02, row
     assert max(row.rms for row in rows) > 0  # bfloat16 is never exact
 
@@ -89,9 +92,52 @@ def test_the_command_writes_its_report(tmp_path, capsys):
     arguments = ["ops", "--op", "swiglu", "--dtype", "bfloat16", "--case", "shape-1x1"]
     assert cli.main([*arguments, "--against", "eager,xla", "--json", str(file)]) == 0
     report = json.loads(file.read_text())
-    assert report["status"] == 0 and report["versions"]["jax"] and report["seed"] == 0
+    assert report["status"] == 0
     assert {row["implementation"] for row in report["rows"]} == {"eager", "xla"}
+    assert {row["apart_from"] for row in report["rows"]} == {"eager", "xla"}
+    assert all(row["apart_ulp"] <= 1 and row["repeatable"] for row in report["rows"])
     assert "0 of them off" in capsys.readouterr().out
+
+
+@pytest.fixture
+def settings():
+    """Puts the frameworks' precisions back."""
+    before = torch.get_float32_matmul_precision(), jax.config.jax_default_matmul_precision
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    jax.config.update("jax_default_matmul_precision", before[1])
+
+
+@pytest.mark.parametrize("precision", ["highest", "tf32"])
+def test_every_report_says_by_what_it_was_made(tmp_path, capsys, settings, precision):
+    html, file = tmp_path / "report.html", tmp_path / "report.json"
+    arguments = ["ops", "--op", "swiglu", "--case", "shape-1x1", "--against", "eager,xla"]
+    arguments += ["--device", "cpu", "--seed", "3", "--precision", precision]
+    assert cli.main([*arguments, "--json", str(file), "--html", str(html)]) == 0
+    report = json.loads(file.read_text())
+    assert report["seed"] == 3 and report["device"] == "torch: cpu; jax: cpu"
+    names = ("python", "numpy", "torch", "jax", "jaxlib")
+    assert set(names) <= set(report["versions"])
+    assert report["versions"]["torch"] == torch.__version__
+    for framework in ("torch", "jax"):
+        assert report["precision"][f"{framework}_means"] == precision
+    out, page = capsys.readouterr().out, html.read_text()
+    assert f"float32 products: {precision} in torch, {precision} in jax; seed 3" in out
+    assert f"&quot;torch_means&quot;: &quot;{precision}&quot;" in page
+    assert "<td>seed</td><td>3</td>" in page and "<td>torch: cpu; jax: cpu</td>" in page
+    for name in names:
+        assert f"{name} {report['versions'][name]}" in out.replace("\n", " ").replace("  ", " ")
+        assert f"<td>{name}</td><td>{report['versions'][name]}</td>" in page
+
+
+def test_one_framework_states_its_own_precision_alone(tmp_path, monkeypatch, settings):
+    file = tmp_path / "report.json"
+    # JAX would multiply otherwise, and is not in use.
+    jax.config.update("jax_default_matmul_precision", "bfloat16")
+    arguments = ["ops", "--op", "swiglu", "--case", "shape-1x1"]
+    assert cli.main([*arguments, "--against", "eager", "--json", str(file)]) == 0
+    assert set(json.loads(file.read_text())["precision"]) == {"torch", "torch_means"}
+    assert cli.main([*arguments, "--against", "eager,xla"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -134,6 +180,6 @@ def test_precision_settings_mean_the_same(torch_setting, jax_setting, on_gpu, sa
 
 def test_refuses_two_precisions(monkeypatch, capsys):
     found = {"torch": "high", "jax": "highest", "torch_means": "tf32", "jax_means": "highest"}
-    monkeypatch.setattr(environment, "precision", lambda: found)
+    monkeypatch.setattr(environment, "precision", lambda place: found)
     assert cli.main(["ops", "--op", "swiglu"]) == 2
     assert "--precision" in capsys.readouterr().err
