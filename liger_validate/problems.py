@@ -85,8 +85,13 @@ def _rms_norm(case: Any, seed: int) -> Problem:
             x, weight, upstream["y"], residual, upstream.get("h"), **settings
         ),
     }
+    wanted = tuple(inputs)
+    if case.shape[-1] == 1 and not fused:
+        # All of x's gradient but eps cancels: what is left of it is rounding, in any version.
+        wanted = tuple(n for n in wanted if n != "x")
+        del exact["dx"]
     name = "fused_add_rms_norm" if fused else "rms_norm"
-    return Problem(name, case.name, case.dtype, inputs, tuple(inputs), upstream, exact, call)
+    return Problem(name, case.name, case.dtype, inputs, wanted, upstream, exact, call)
 
 
 def _layer_norm(case: Any, seed: int) -> Problem:

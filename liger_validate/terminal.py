@@ -65,7 +65,9 @@ def show_ops(
     for row in shown:
         if row.verdict in OFF:
             where = f"{row.implementation}, {row.op}, {row.case} {row.result}".strip()
-            console.print(f"{where}: {row.message.splitlines()[0]}", style=_BAD, highlight=False)
+            text = f"{where}: {row.message.splitlines()[0]}"
+            # An error's brackets are not rich's.
+            console.print(text, style=_BAD, highlight=False, markup=False)
     _show_summary(console, rows)
 
 
@@ -79,7 +81,7 @@ def _show_summary(console: Console, rows: list[Row]) -> None:
     for (name, op, reason), count in cases.items():
         of = len({row.case for row in rows if row.op == op})
         text = f"{name}: {count} of {of} cases of {op} not offered: {reason}"
-        console.print(text, style="yellow", highlight=False)
+        console.print(text, style="yellow", highlight=False, markup=False)
     compared = [row for row in results if row.apart_from]
     if compared:
         most = max(compared, key=lambda row: row.apart_ulp)

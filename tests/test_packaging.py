@@ -157,3 +157,14 @@ def test_liger_ops_imports_no_framework(python):
         python, f"import sys, liger_ops; print(sorted({frameworks} & set(sys.modules)))"
     )
     assert found.splitlines()[-1] == "[]"
+
+
+def test_pytest_finds_the_judge_and_imports_no_framework_for_it(python):
+    code = """
+import importlib.metadata, sys
+(point,) = importlib.metadata.entry_points(group="pytest11", name="liger_validate")
+print(point.load().__file__)
+print(sorted({"jax", "torch", "triton", "numpy"} & set(sys.modules)))
+"""
+    file, imported = _python(python, code).splitlines()[-2:]
+    assert Path(file).is_relative_to(python.parent.parent) and imported == "[]"

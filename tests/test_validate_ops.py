@@ -55,6 +55,15 @@ def test_the_upstream_gradients_are_exact_in_every_dtype():
     assert np.array_equal(dy.astype(DTYPES["bfloat16"]).astype(np.float32), dy)
 
 
+def test_a_gradient_that_is_rounding_alone_is_not_judged():
+    names = ("shape-1x1", "shape-3x1", "shape-1x64")
+    (one, three, wide) = (first("rms_norm", name) for name in names)
+    assert one.wanted == three.wanted == ("weight",) and wide.wanted == ("x", "weight")
+    assert set(one.exact) == {"y", "dweight"}
+    rows = list(ops.rows_of(one, ["triton", "pallas"]))
+    assert {row.verdict for row in rows} == {"pass"}
+
+
 def planted(problem, fault):
     """The problem, solved wrongly by the kernel alone."""
 
