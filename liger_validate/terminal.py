@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -13,10 +14,10 @@ from liger_validate.ops import OFF, Row
 _BAD = "bold red"
 
 
-def _console(width: int = 160) -> Console:
+def _console() -> Console:
     console = Console()
     # A file or a pipe has no width; the tables need one that holds their columns.
-    return console if console.is_terminal else Console(width=width)
+    return console if console.is_terminal else Console(width=160)
 
 
 def show_header(console: Console, header: dict[str, Any]) -> None:
@@ -35,33 +36,19 @@ def show_header(console: Console, header: dict[str, Any]) -> None:
 def show_ops(
     header: dict[str, Any], rows: Iterable[Row], left_out: dict[str, str], every: bool
 ) -> None:
-    """One line a result; without `every`, passing ones are the worst of their operation."""
-    console, rows = _console(width=200), list(rows)
+    """A line a result; without `every`, passing ones are the worst of their operation and dtype.
+
+    The errors against the oracle: RMS, the plain version's and their ratio; the largest, and in
+    units of the last place. Then the largest difference from another implementation.
+    """
+    console, rows = _console(), list(rows)
     show_header(console, header)
     for name, reason in left_out.items():
         console.print(f"{name} was left out: {reason}", style="yellow", highlight=False)
-    # What all lines have in common is said once.
-    common = [name for name in ("op", "dtype") if len({getattr(row, name) for row in rows}) == 1]
-    table = Table(title=", ".join(getattr(rows[0], name) for name in common) or None)
-    labels = [n for n in ("op", "dtype", "case", "result", "implementation") if n not in common]
-    for name in labels:
-        table.add_column(name, overflow="fold")
-    for column in ("RMS error", "plain's", "ratio", "largest", "ulp", "plain's", "apart", "ulp"):
-        table.add_column(column, justify="right")
-    for column in ("from", "repeats", "verdict"):
-        table.add_column(column)
     shown = rows if every else _worst(rows)
-    for row in shown:
-        table.add_row(
-            *(getattr(row, name) for name in labels),
-            *(_number(row.rms), _number(row.plain_rms), _count(row.ratio)),
-            *(_number(row.largest), _count(row.ulp), _number(row.plain_largest)),
-            *(_number(row.apart), _count(row.apart_ulp), row.apart_from),
-            {True: "yes", False: "no", None: ""}[row.repeatable],
-            row.verdict,
-            style={"not offered": "dim"}.get(row.verdict, _BAD if row.verdict in OFF else None),
-        )
-    console.print(table)
+    for op, dtype in dict.fromkeys((row.op, row.dtype) for row in shown):
+        group = [row for row in shown if (row.op, row.dtype) == (op, dtype)]
+        console.print(_table_of_ops(f"{op}, {dtype}", group))
     for row in shown:
         if row.verdict in OFF:
             where = f"{row.implementation}, {row.op}, {row.case} {row.result}".strip()
@@ -69,6 +56,28 @@ def show_ops(
             # An error's brackets are not rich's.
             console.print(text, style=_BAD, highlight=False, markup=False)
     _show_summary(console, rows)
+
+
+def _table_of_ops(title: str, rows: list[Row]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("case", overflow="fold")
+    for column in ("result", "by"):
+        table.add_column(column, no_wrap=True)
+    for column in ("RMS", "plain's", "ratio", "largest", "ulp", "apart", "ulp"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("from", "repeats", "verdict"):
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        table.add_row(
+            *(row.case, row.result, row.implementation),
+            *(_number(row.rms), _number(row.plain_rms), _count(row.ratio)),
+            *(_number(row.largest), _count(row.ulp)),
+            *(_number(row.apart), _count(row.apart_ulp), row.apart_from),
+            {True: "yes", False: "no", None: ""}[row.repeatable],
+            row.verdict,
+            style={"not offered": "dim"}.get(row.verdict, _BAD if row.verdict in OFF else None),
+        )
+    return table
 
 
 def _show_summary(console: Console, rows: list[Row]) -> None:
@@ -86,14 +95,14 @@ def _show_summary(console: Console, rows: list[Row]) -> None:
     if compared:
         most = max(compared, key=lambda row: row.apart_ulp)
         console.print(
-            f"furthest apart: {most.implementation} and {most.apart_from}, {most.apart:.2e} "
+            f"furthest apart: {most.implementation} and {most.apart_from}, {_number(most.apart)} "
             f"({_count(most.apart_ulp)} ulp) in {most.result} of {most.op}, {most.case}",
             highlight=False,
         )
 
 
 def _number(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.2e}"
+    return "" if math.isnan(value) else f"{value:.1e}"
 
 
 def _count(value: float) -> str:
