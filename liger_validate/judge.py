@@ -97,7 +97,9 @@ def assert_matches_oracle(actual: Given, plain: Given, exact: Given, label: str 
     """
     __tracebackhide__ = True
     actual, plain, exact = _arrays(actual), _arrays(plain), _arrays(exact)
-    _check_names(label, exact, actual=actual, plain=plain)
+    if set(actual) != set(exact):
+        raise AssertionError(f"{label}: results {sorted(actual)} are not the exact {sorted(exact)}")
+    _check_names(label, exact, plain=plain)
     failures = []
     for name, wanted in exact.items():
         dtype = actual[name].dtype.name
@@ -155,10 +157,10 @@ def assert_agree(
 def _check_names(label: str, exact: Results, **found: Results) -> None:
     __tracebackhide__ = True
     for what, results in found.items():
-        if set(results) != set(exact):
+        missing = set(exact) - set(results)
+        if missing:
             raise AssertionError(
-                f"{label}: {what} has the results {sorted(results)}, which are not the exact "
-                f"{sorted(exact)}"
+                f"{label}: {what} has the results {sorted(results)} and not {sorted(missing)}"
             )
 
 

@@ -111,5 +111,5 @@ def test_what_is_missing_is_named(place):
     full, empty = {"y": np.ones(3)}, {"x": np.ones(3)}
     given = {"first": full, "second": full, "plains": (full, full)}
     given[place] = (full, empty) if place == "plains" else empty
-    with pytest.raises(AssertionError, match=r"has the results \['x'\]"):
+    with pytest.raises(AssertionError, match=r"has the results \['x'\] and not \['y'\]"):
         liger_validate.assert_frameworks_agree(**given, exact=full)
