@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from liger_validate import devices
 from liger_validate.implementations import IMPLEMENTATIONS, plain_of, run
 from liger_validate.judge import ULP, Error, Results, limit_of, limit_of_pair
@@ -121,6 +123,8 @@ def _rows_of_result(
         verdict = "plain" if name == plain_of(name) else "pass"
         if dtype != plain_dtype:
             verdict, message = "FAIL", f"dtype {dtype}, the plain version's {plain_dtype}"
+        elif not np.all(np.isfinite(actual.astype(np.float32))):  # whatever the yardstick's are
+            verdict, message = "FAIL", "not all finite"
         elif not error.within(limit):
             verdict, message = "FAIL", f"limits {limit.rms:.3e} and {limit.largest:.3e}"
         rows[name] = Row(

@@ -81,6 +81,17 @@ def test_a_planted_fault_fails():
     assert {r.verdict for r in rows if r.implementation == "eager"} == {"plain"}
 
 
+def test_what_is_not_finite_fails_whatever_the_plain_version_gives():
+    problem = first("swiglu")
+
+    def call(package, implementation, given):
+        (y,) = problem.call(package, "eager", given)
+        return (y * float("nan"),)
+
+    rows = list(ops.rows_of(dataclasses.replace(problem, call=call), ["triton", "eager"]))
+    assert {(row.verdict, row.message) for row in rows} == {("FAIL", "not all finite")}
+
+
 def test_a_kernel_of_another_dtype_fails():
     problem = planted(first("swiglu"), lambda y: y.float())
     verdicts = {r.result: r for r in ops.rows_of(problem, ["triton"])}
