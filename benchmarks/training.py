@@ -15,6 +15,7 @@ loss is for the tests.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
@@ -91,14 +92,18 @@ def full_torch(only: list[str] | None) -> Iterator[Row]:
 
         apply_liger_kernel_to_llama(model=model)
 
-    candidates: dict[str, tuple[Any, bool]] = {
-        "eager": (None, False),
-        "torch_liger": (torch_liger.apply_liger_kernel_to_llama, False),
-        "torch.compile": (None, True),
+    ours = torch_liger.apply_liger_kernel_to_llama
+    candidates: dict[str, tuple[Any, bool, bool]] = {
+        "eager": (None, False, False),
+        "torch_liger": (ours, False, False),
+        "torch_liger + torch.compile": (ours, True, False),
+        "torch_liger + cuDNN attention": (ours, False, True),
+        "eager + cuDNN attention": (None, False, True),
+        "torch.compile": (None, True, False),
         # The last, since some of what it changes is the module's and not the model's.
-        "liger-kernel": (liger, False),
+        "liger-kernel": (liger, False, False),
     }
-    for name, (patch, compiles) in candidates.items():
+    for name, (patch, compiles, cudnn) in candidates.items():
         if only and name not in only:
             continue
 
@@ -109,7 +114,8 @@ def full_torch(only: list[str] | None) -> Iterator[Row]:
                 patch(model)
             return model
 
-        yield {"work": "full_torch", "implementation": name, **_torch_steps(build, 8, compiles)}
+        row = _torch_steps(build, 8, compiles, cudnn)
+        yield {"work": "full_torch", "implementation": name, **row}
 
 
 def lora_torch(only: list[str] | None) -> Iterator[Row]:
@@ -228,8 +234,10 @@ WORKS: dict[str, Callable[[list[str] | None], Iterator[Row]]] = {
 }
 
 
-def _torch_steps(build: Callable[[], Any], batch: int, compiles: bool) -> Row:
+def _torch_steps(build: Callable[[], Any], batch: int, compiles: bool, cudnn: bool = False) -> Row:
+    """`cudnn`: attention by cuDNN instead of what PyTorch chooses by itself."""
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from torch_liger.flops import model_flops
 
@@ -246,7 +254,8 @@ def _torch_steps(build: Callable[[], Any], batch: int, compiles: bool) -> Row:
     batches = torch.randint(vocab, (WARMUP + STEPS, batch, LENGTH), device="cuda")
 
     def run(i: int) -> float:
-        loss = call(input_ids=batches[i], labels=batches[i], use_cache=False).loss
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else contextlib.nullcontext():
+            loss = call(input_ids=batches[i], labels=batches[i], use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
