@@ -308,8 +308,8 @@ def test_wrong_calls():
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module; got str"):
         torch_liger.apply_liger_kernel("meta-llama/Llama-3.2-1B")
     for given in (model, None):
-        with pytest.raises(NotImplementedError, match="fused_qkv=True needs"):
-            apply_liger_kernel_to_llama(given, fused_qkv=True)
+        with pytest.raises(ValueError, match=r"fused_qkv=True needs rms_norm, .* False for rope"):
+            apply_liger_kernel_to_llama(given, fused_qkv=True, rope=False)
     with pytest.raises(ValueError, match="model must be given for bert, since no class"):
         torch_liger.apply_liger_kernel_to_bert()
     assert not torch_liger.report(model).applied

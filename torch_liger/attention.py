@@ -1,5 +1,7 @@
 """What attention reads: check the arguments, choose the implementation, run it."""
 
+from collections.abc import Sequence
+
 import torch
 
 from liger_ops import backend_triton
@@ -85,18 +87,30 @@ def rms_norm_linear_rope(
         return eager.rms_norm_linear_rope(*given, heads, norm)
     config = None
     if implementation is None:
-        found = rule.choose(
-            backend_triton.device_name(x.device), "triton", x.shape[0] * x.shape[1], x.shape[2],
-            heads, dtype=DTYPE_NAMES[qkv_weight.dtype],
-            as_measured=rule.is_as_measured(given, heads),
-            trained=torch.is_grad_enabled() and any(
-                t is not None and t.requires_grad for t in given
-            ),
-        )  # fmt: skip
+        found = choice_for(given, heads)
         chosen, config = "triton" if found.fused else "composed", found.config
     if chosen == "composed":
         return triton_kernel.composed(*given, heads=heads, norm=norm)
     return triton_kernel.rms_norm_linear_rope(*given, heads=heads, norm=norm, config=config)
+
+
+def choice_for(
+    given: Sequence[torch.Tensor | None], heads: Heads, *others: torch.Tensor
+) -> rule.Choice:
+    """What the rule says of arguments in the kernels' order.
+
+    others: of which the weight given is a part, where a weight in parts is not joined yet.
+    """
+    x, _, weight = given[:3]
+    assert x is not None and weight is not None
+    needs = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (*given, *others)
+    )
+    return rule.choose(
+        backend_triton.device_name(x.device), "triton", x.shape[0] * x.shape[1], x.shape[2], heads,
+        dtype=DTYPE_NAMES[weight.dtype], as_measured=rule.is_as_measured(given, heads),
+        trained=needs,
+    )  # fmt: skip
 
 
 def _product_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:

@@ -17,6 +17,7 @@ from torch_liger.patching import replacements as ours
 from torch_liger.patching import residual, rotary
 from torch_liger.patching.causal_lm import CrossEntropy, FusedLoss, Logits, transforms_named_in
 from torch_liger.patching.patched import Replacement, record_of
+from torch_liger.patching.qkv import FusedQKV, Projections
 
 # What makes the replacement for a module of a class, or says why there is none.
 Maker = Callable[[type, torch.nn.Module], Replacement | str]
@@ -79,11 +80,30 @@ def rope(function: Any = rotary.half, name: str = "apply_rotary_pos_emb", **othe
 
 def add_norm(cls: Any, module: Any) -> Replacement | str:
     """A decoder layer as LLaMA's, which adds to the residual stream and normalises the sum."""
-    if not residual.is_like_llamas(cls.forward):
+    dropouts = residual.dropouts_of(cls.forward)
+    if dropouts is None or not all(
+        name is None or isinstance(getattr(module, name), torch.nn.Dropout) for name in dropouts
+    ):
         return "its forward is not as LLaMA's in this version of transformers"
     if not isinstance(record_of(module.post_attention_layernorm).get("forward"), ours.RMSNorm):
         return "its norm is not patched"
-    return residual.AddNorm(cls)
+    return residual.AddNorm(cls, dropouts)
+
+
+def fused_qkv(projections: Projections) -> Maker:
+    """A decoder layer that `add_norm` is for, with an attention that rotates halves of heads."""
+
+    def make(cls: Any, module: Any) -> Replacement | str:
+        attention = record_of(module.self_attn).get("forward")
+        if not isinstance(record_of(module).get("forward"), residual.AddNorm):
+            return "its layer is not patched"
+        if not isinstance(attention, rotary.Rope) or attention.function is not rotary.half:
+            return "its attention is not patched"
+        if not projections.are_in(attention.owner.forward, attention.name):  # type: ignore[attr-defined]
+            return "its attention's forward is not the one known in this version of transformers"
+        return FusedQKV(cls, attention.owner, attention.name, projections)
+
+    return make
 
 
 def fused_loss(logits: Logits) -> Maker:
@@ -116,6 +136,8 @@ class Family:
         folder: of the modelling file; None for one called `name`.
         model_types: the values of config.model_type beside `name`.
         norms, layer_norms, mlps, attentions, layers, causal_lms: its classes.
+        qkv: what its attention computes before the rotation, where that and the norm before can be
+            one; None where they cannot.
         gate: the switch of its feed-forward layers, "swiglu" or "geglu".
         missing: switches for which there is no kernel, with the reason.
     """
@@ -130,6 +152,7 @@ class Family:
     attentions: Mapping[str, Maker] = field(default_factory=lambda: {"Attention": rope()})
     layers: Mapping[str, Maker] = field(default_factory=dict)
     causal_lms: Mapping[str, Logits] = field(default_factory=lambda: {"ForCausalLM": Logits()})
+    qkv: Projections | None = None
     gate: str = "swiglu"
     missing: Mapping[str, str] = field(default_factory=dict)
 
@@ -148,12 +171,21 @@ class Family:
             found |= {"cross_entropy": False, "fused_linear_cross_entropy": True}
         return found | ({"fused_qkv": False} if self.attentions else {})
 
+    def why_missing(self) -> dict[str, str]:
+        """The switches for which there is nothing in this family, with the reason."""
+        if self.qkv is not None or "fused_qkv" not in self.switches():
+            return dict(self.missing)
+        able = ", ".join(family.name for family in FAMILIES if family.qkv is not None)
+        reason = f"its layers or its attention are not as those of {able}"
+        return {**self.missing, "fused_qkv": reason}
+
     def makers(self, switch: str) -> dict[str, Maker]:
         """By class name without the prefix, what an operation is applied to."""
         if switch == "fused_linear_cross_entropy":
             return {name: fused_loss(logits) for name, logits in self.causal_lms.items()}
         if switch == "cross_entropy":
             return dict.fromkeys(self.causal_lms, _cross_entropy)
+        qkv = {} if self.qkv is None else dict.fromkeys(self.layers, fused_qkv(self.qkv))
         return dict(
             {
                 "rms_norm": self.norms,
@@ -161,6 +193,7 @@ class Family:
                 "rope": self.attentions,
                 self.gate: self.mlps,
                 "fused_add_rms_norm": self.layers,
+                "fused_qkv": qkv,
             }.get(switch, {})
         )
 
@@ -190,7 +223,7 @@ def _modelling_file(folder: str) -> Any:
 
 
 # The operations, in the order in which reports name them.
-OPS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "fused_add_rms_norm",
+OPS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "fused_add_rms_norm", "fused_qkv",
        "cross_entropy", "fused_linear_cross_entropy")  # fmt: skip
 
 _TORCH = "torch.nn.LayerNorm"
@@ -201,16 +234,18 @@ _MROPE = rope(apply_multimodal_rotary_pos_emb=rotary.half_from_axes)
 _SOFTCAP = Logits(softcap="final_logit_softcapping")
 _TORCH_LAYER_NORM = {_TORCH: layer_norm()}
 _LAYER = {"DecoderLayer": add_norm}  # as LLaMA's
+_QKV = Projections()
+_QKV_NORMED = Projections(norms=("q_norm", "k_norm"))
 _NONE: Any = {}
 
 FAMILIES = (
-    Family("llama", "Llama", layers=_LAYER),
-    Family("mistral", "Mistral", layers=_LAYER),
-    Family("mixtral", "Mixtral", mlps={"Experts": experts}, layers=_LAYER),
-    Family("qwen2", "Qwen2", layers=_LAYER),
-    Family("qwen3", "Qwen3", layers=_LAYER),
+    Family("llama", "Llama", layers=_LAYER, qkv=_QKV),
+    Family("mistral", "Mistral", layers=_LAYER, qkv=_QKV),
+    Family("mixtral", "Mixtral", mlps={"Experts": experts}, layers=_LAYER, qkv=_QKV),
+    Family("qwen2", "Qwen2", layers=_LAYER, qkv=_QKV),
+    Family("qwen3", "Qwen3", layers=_LAYER, qkv=_QKV_NORMED),
     Family("qwen3_moe", "Qwen3Moe", mlps={"MLP": gated(), "Experts": experts},
-           layers=_LAYER),
+           layers=_LAYER, qkv=_QKV_NORMED),
     # Also the vision tower's norms and, in 2.5, its feed-forward layers.
     Family("qwen2_vl", "Qwen2", model_types=("qwen2_vl_text",),
            norms={"VLRMSNorm": rms_norm(), "RMSNorm": rms_norm()}, layer_norms=_TORCH_LAYER_NORM,
@@ -221,8 +256,8 @@ FAMILIES = (
            mlps={"MLP": gated(), "_5_VLMLP": gated()},
            attentions={"_5_VLAttention": _MROPE}, layers={"_5_VLDecoderLayer": add_norm},
            causal_lms={"_5_VLForConditionalGeneration": Logits()}),
-    Family("phi3", "Phi3", mlps=_FUSED_GATE),
-    Family("gemma", "Gemma", norms=_GEMMA, gate="geglu", layers=_LAYER),
+    Family("phi3", "Phi3", mlps=_FUSED_GATE, layers=_LAYER, qkv=Projections(("qkv_proj",))),
+    Family("gemma", "Gemma", norms=_GEMMA, gate="geglu", layers=_LAYER, qkv=_QKV),
     Family("gemma2", "Gemma2", norms=_GEMMA, gate="geglu", causal_lms={"ForCausalLM": _SOFTCAP}),
     Family("gemma3_text", "Gemma3", "gemma3", model_types=("gemma3",), norms=_GEMMA, gate="geglu",
            causal_lms={"ForCausalLM": _SOFTCAP, "ForConditionalGeneration": Logits()}),

@@ -35,8 +35,6 @@ def patch_model(
             f"the model must be of the family {family.name}; got {type(model).__name__} of type "
             f"{model_type!r}, without any of its modules"
         )
-    if switches.get("fused_qkv"):
-        _refuse_fused_qkv()
     changes: list[Change] = []
     for switch in (switch for switch, on in switches.items() if on):
         plan = [(m, r) for m, r in _plan(model, family, switch) if isinstance(r, Replacement)]
@@ -55,8 +53,6 @@ def patch_classes(family: Family, switches: dict[str, bool]) -> tuple[Report, li
     Returns:
         The report, which counts classes, and the classes that this call has changed.
     """
-    if switches.get("fused_qkv"):
-        _refuse_fused_qkv()
     changed, applied, left_out = [], Counter[str](), {}
     for switch, on in switches.items():
         classes = family.classes(switch) if on else {}
@@ -64,10 +60,10 @@ def patch_classes(family: Family, switches: dict[str, bool]) -> tuple[Report, li
         classes = {cls: maker for cls, maker in classes.items() if cls is not torch.nn.LayerNorm}
         for cls, maker in classes.items():
             applied[switch] += 1
-            if patched.attach_to_class(cls, _patch_when_made(cls, maker)):
+            if patched.attach_to_class(cls, switch, _patch_when_made(cls, maker)):
                 changed.append(cls)
-        if not classes and switch != "fused_qkv":
-            left_out[switch] = family.missing.get(switch) or (
+        if not classes:
+            left_out[switch] = family.why_missing().get(switch) or (
                 "switched off" if not on else "of no class that is this family's alone"
             )
     if not applied:
@@ -133,6 +129,7 @@ def report_on(model: torch.nn.Module, family: Family, switches: dict[str, bool])
     left_out = {}
     for switch, on in switches.items():
         reasons = Counter(r for _, r in _plan(model, family, switch) if isinstance(r, str))
+        reasons += Counter(aside for op, aside in _asides(model) if op == switch)
         # A gate is counted by the activation it has, and switched by the family's usual one.
         ops = ("swiglu", "geglu") if switch == family.gate else (switch,)
         done = sum(applied.get(op, 0) for op in ops)
@@ -146,8 +143,8 @@ def report_on(model: torch.nn.Module, family: Family, switches: dict[str, bool])
 
 
 def _why_nothing(model: torch.nn.Module, family: Family, switch: str, on: bool) -> str:
-    if switch in family.missing:
-        return family.missing[switch]
+    if switch in family.why_missing():
+        return family.why_missing()[switch]
     if not on or any(True for _ in _matches(model, family, switch)):
         return "switched off"
     names = " or ".join(family.prefix + name for name in family.makers(switch))
@@ -156,7 +153,17 @@ def _why_nothing(model: torch.nn.Module, family: Family, switch: str, on: bool) 
 
 def _applied(model: torch.nn.Module) -> dict[str, int]:
     ops = Counter(r.op for m in model.modules() for r in patched.record_of(m).values())
+    ops.subtract(op for op, _ in _asides(model))
     return {op: ops[op] for op in OPS if ops[op]}
+
+
+def _asides(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """The operations of replacements that do nothing as the model is now, each with the reason."""
+    for module in model.modules():
+        for replacement in patched.record_of(module).values():
+            reason = replacement.why_aside(module)
+            if reason is not None:
+                yield replacement.op, reason
 
 
 def _plan(
@@ -203,11 +210,3 @@ def type_of(model: torch.nn.Module) -> str | None:
             return model_type
         found = found or model_type
     return found
-
-
-def _refuse_fused_qkv() -> None:
-    # The one place to put `rms_norm_linear_rope` into the attention of a decoder layer.
-    raise NotImplementedError(
-        "fused_qkv=True needs torch_liger.rms_norm_linear_rope inside attention, which no family's "
-        "patch has yet"
-    )

@@ -40,6 +40,10 @@ class Replacement:
         """The function, whose first argument is the module."""
         raise NotImplementedError
 
+    def why_aside(self, module: torch.nn.Module) -> str | None:
+        """Why the function does on this module, as it is now, what was done without it; or None."""
+        return None
+
 
 @functools.cache
 def function_of(replacement: Replacement) -> Callable[..., Any]:
@@ -64,6 +68,7 @@ class Record(dict[str, Replacement]):
         self.module = module
         self.before: dict[str, Any] = {}
         self.functions: dict[str, Callable[..., Any]] = {}
+        self.kept: dict[str, Any] = {}  # what functions keep between calls; not copied or saved
 
     def put(self, replacement: Replacement) -> None:
         self[replacement.method] = replacement
@@ -71,7 +76,8 @@ class Record(dict[str, Replacement]):
         attributes, slot = self.module.__dict__, slot_of(self.module, replacement.method)
         attributes.pop(slot, None)  # so that it comes to stand after the record
         attributes[slot] = types.MethodType(function, self.module)
-        attributes[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, self.module)
+        if _REPLICATE not in attributes:
+            attributes[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, self.module)
 
     def __reduce__(self) -> Any:
         return _record_of, (self.module, dict(self), self.before)
@@ -134,6 +140,7 @@ def detach(module: torch.nn.Module, name: str) -> None:
     record = module.__dict__[RECORD]
     del record[name]
     function = record.functions.pop(name)
+    record.kept.clear()
     for slot in (name, "_old_" + name):  # accelerate may have come or gone since
         if getattr(module.__dict__.get(slot), "__func__", None) is not function:
             continue
@@ -153,24 +160,29 @@ def slot_of(module: torch.nn.Module, name: str) -> str:
     return "_old_forward" if wrapped and "_old_forward" in module.__dict__ else name
 
 
-# Constructors that are wrapped so that what they make is patched: what the class had of its own.
-_constructors: dict[type, Any] = {}
+# Constructors that are wrapped so that what they make is patched: what the class had of its own,
+# and the patches by the operation's name.
+_constructors: dict[type, tuple[Any, dict[str, Callable[[torch.nn.Module], None]]]] = {}
 
 
-def attach_to_class(cls: type, patch: Callable[[torch.nn.Module], None]) -> bool:
+def attach_to_class(cls: type, op: str, patch: Callable[[torch.nn.Module], None]) -> bool:
     """Calls `patch` on every module that the class's constructor makes from now on.
 
-    The class keeps all its methods, and modules made before are not touched.
+    The class keeps all its methods, and modules made before are not touched. Several operations are
+    patched in the order in which they came.
     """
     if cls in _constructors:
-        return False
+        patches = _constructors[cls][1]
+        return patches.setdefault(op, patch) is patch
     constructor = cls.__init__  # type: ignore[misc]
-    _constructors[cls] = cls.__dict__.get("__init__")
+    patches = {op: patch}
+    _constructors[cls] = cls.__dict__.get("__init__"), patches
 
     @functools.wraps(constructor)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         constructor(self, *args, **kwargs)
-        patch(self)
+        for patch in patches.values():
+            patch(self)
 
     cls.__init__ = __init__  # type: ignore[misc]
     return True
@@ -178,7 +190,7 @@ def attach_to_class(cls: type, patch: Callable[[torch.nn.Module], None]) -> bool
 
 def detach_from_class(cls: type) -> None:
     """Gives the class back the constructor it had."""
-    own = _constructors.pop(cls)
+    own, _ = _constructors.pop(cls)
     if own is None:  # it was inherited
         del cls.__init__  # type: ignore[misc]
     else:

@@ -1,7 +1,8 @@
 """Inside a decoder layer: the residual stream's addition and the norm after it in one kernel.
 
 Everything else of the layer is called as the layer calls it. A layer is taken only if its code does
-what LLaMA's does and nothing more, which is looked up in the code itself.
+what LLaMA's does and nothing more, which is looked up in the code itself: Phi-3's has two dropouts
+besides.
 """
 
 import dis
@@ -16,26 +17,44 @@ from torch_liger.patching.patched import Record, Replacement, record_of
 from torch_liger.patching.redecorating import redecorated
 from torch_liger.patching.replacements import RMSNorm
 
-# What LLaMA's layer calls and computes, in this order; "," takes a tuple apart.
-_STEPS = ("input_layernorm", "self_attn", ",", "+", "post_attention_layernorm", "mlp", "+")
+# What LLaMA's layer calls and computes, in this order; "," takes a tuple apart. A name in either
+# place of None is that of a dropout.
+_STEPS = (
+    *("input_layernorm", "self_attn", ",", None, "+"),
+    *("post_attention_layernorm", "mlp", None, "+"),
+)
+ATTEND = "_attend"  # the method of a layer that stands for its first norm and its attention
 
 
 @dataclass(frozen=True)
 class AddNorm(Replacement):
-    """A decoder layer as LLaMA's."""
+    """A decoder layer as LLaMA's.
 
+    Args:
+        dropouts: names of what the results of attention and of mlp go through, if anything.
+    """
+
+    dropouts: tuple[str | None, str | None] = (None, None)
     op: ClassVar[str] = "fused_add_rms_norm"
 
     def make(self) -> Callable[..., Any]:
         stock: Any = self.owner.forward  # type: ignore[attr-defined]
         defaults = _passed_on(stock)
+        after_attention, after_mlp = self.dropouts
 
         def forward(module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
             given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-            x = module.input_layernorm(hidden_states)
-            x, _ = module.self_attn(hidden_states=x, **given)
+            attend = module.__dict__.get(ATTEND)
+            if attend is None:
+                x, _ = module.self_attn(
+                    hidden_states=module.input_layernorm(hidden_states), **given
+                )
+            else:
+                x, _ = attend(hidden_states, given)
+            if after_attention is not None:
+                x = getattr(module, after_attention)(x)
             norm = module.post_attention_layernorm
-            ours = _settings_of(norm)
+            ours = settings_of(norm)
             if ours is None:
                 residual = hidden_states + x
                 x = norm(residual)
@@ -48,7 +67,8 @@ class AddNorm(Replacement):
                     offset=ours.offset,
                     casting_mode=ours.casting_mode,
                 )
-            return residual + module.mlp(x)
+            x = module.mlp(x)
+            return residual + (x if after_mlp is None else getattr(module, after_mlp)(x))
 
         decorated = redecorated(stock, forward)
 
@@ -62,7 +82,7 @@ class AddNorm(Replacement):
         return layer
 
 
-def _settings_of(norm: Any) -> RMSNorm | None:
+def settings_of(norm: Any) -> RMSNorm | None:
     """Of a norm that does nothing but what `attach` has put there; else None."""
     record = record_of(norm)
     ours = record.get("forward")
@@ -74,10 +94,24 @@ def _settings_of(norm: Any) -> RMSNorm | None:
 
 def is_like_llamas(forward: Any) -> bool:
     """Whether a layer's forward does the steps of LLaMA's, and passes all it gets to attention."""
+    return dropouts_of(forward) is not None
+
+
+def dropouts_of(forward: Any) -> tuple[str | None, str | None] | None:
+    """The names of what a layer as LLaMA's has for dropouts; None for a layer of another kind."""
     code = inspect.unwrap(forward).__code__
     names = set(_passed_on(forward))
-    passes_all = any(isinstance(c, tuple) and names < set(c) for c in code.co_consts)
-    return passes_all and _steps_of(code) == _STEPS
+    if not any(isinstance(c, tuple) and names < set(c) for c in code.co_consts):
+        return None
+    steps = list(_steps_of(code))
+    found: list[str | None] = []
+    for wanted in _STEPS:
+        if wanted is None:
+            # What is called there must be a module; other operations have no name.
+            found.append(steps.pop(0) if steps and steps[0].isidentifier() else None)
+        elif not steps or steps.pop(0) != wanted:
+            return None
+    return None if steps else (found[0], found[1])
 
 
 def _passed_on(forward: Any) -> dict[str, Any]:

@@ -20,6 +20,9 @@ SPELLINGS = {
 }
 
 
+FUSED_QKV_NEEDS = ("rms_norm", "rope", "fused_add_rms_norm")
+
+
 def spelled(name: str, family: Family) -> str:
     """The family's own name for a switch: its gate answers to "swiglu" and "geglu" alike."""
     name = SPELLINGS.get(name, name)
@@ -52,9 +55,16 @@ def resolve(family: Family, given: dict[str, Any], caller: str) -> dict[str, boo
                 f"{switches[switch]} and {value}"
             )
         switches[switch], spellings[switch] = value, name
-    for switch, reason in family.missing.items():
+    for switch, reason in family.why_missing().items():
         if switches[switch]:
             raise ValueError(f"{switch} must be False for {family.name}: {reason}; got True")
+    if switches.get("fused_qkv"):
+        off = [name for name in FUSED_QKV_NEEDS if not switches[name]]
+        if off:
+            raise ValueError(
+                f"fused_qkv=True needs {', '.join(FUSED_QKV_NEEDS)}, which it is made of or runs "
+                f"beside; got False for {', '.join(off)}"
+            )
     if switches.get("cross_entropy") and switches.get("fused_linear_cross_entropy"):
         raise ValueError(
             "cross_entropy and fused_linear_cross_entropy exclude each other; got True and True "
