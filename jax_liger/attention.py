@@ -1,6 +1,8 @@
 """What attention reads: check the arguments, choose the implementation, run it."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,13 +99,31 @@ def rms_norm_linear_rope(
         return xla.rms_norm_linear_rope(*given, heads, norm, out_axis)
     config = None
     if implementation is None:
-        found = rule.choose(
-            backend_pallas.device_name(), "pallas", math.prod(x.shape[:2]), x.shape[2], heads,
-            dtype=qkv_weight.dtype.name, as_measured=rule.is_as_measured(given, heads, out_axis),
-            trained=None,
-        )  # fmt: skip
+        found = choice_for(given, heads, out_axis)
         chosen, config = "pallas" if found.fused else "composed", found.config
     settings = {"heads": heads, "norm": norm, "out_axis": out_axis}
     if chosen == "composed":
         return pallas_kernel.composed(*given, **settings)
     return pallas_kernel.rms_norm_linear_rope(*given, **settings, config=config)
+
+
+def choice_for(given: Sequence[Any], heads: Heads, out_axis: int) -> rule.Choice:
+    """What the rule says of arguments in the kernels' order, of which shapes and dtypes count."""
+    x, _, weight = given[:3]
+    return rule.choose(
+        backend_pallas.device_name(), "pallas", math.prod(x.shape[:2]), x.shape[2], heads,
+        dtype=weight.dtype.name, as_measured=rule.is_as_measured(given, heads, out_axis),
+        trained=None,
+    )  # fmt: skip
+
+
+def is_fused(given: Sequence[Any], heads: Heads, out_axis: int, implementation: str | None) -> bool:
+    """Whether the one kernel is what `rms_norm_linear_rope` would run for arguments in the kernels'
+    order; the weight and the bias may be shapes with dtypes.
+    """
+    chosen = backend_pallas.choose(
+        implementation, "rms_norm_linear_rope", *given, also=("composed",)
+    )
+    if implementation is None and chosen == "pallas":
+        return choice_for(given, heads, out_axis).fused
+    return chosen == "pallas"

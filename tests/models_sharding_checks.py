@@ -90,20 +90,25 @@ def the_loss_and_gradients_of_one_device():
         model_cases.assert_close(got, want, 1e-4)
 
 
-def the_kernels_on_split_rows_gather_nothing():
+def the_kernels_on_split_rows_gather_nothing(**settings):
     folder, alone = saved("qwen3", implementation="xla")
     want = jax.value_and_grad(loss_fn)(alone, BATCH)
-    model = from_pretrained(folder, mesh=MESH, implementation="pallas")
+    model = from_pretrained(folder, mesh=MESH, implementation="pallas", **settings)
     got, text = on_mesh(jax.value_and_grad(loss_fn), model, BATCH, P(("fsdp", "tensor")))
     model_cases.assert_close(got, want, 1e-4)
     assert "all-gather" not in text, re.findall(r".*all-gather.*", text)[:4]
     assert "all-reduce" in text  # of the gradients, once
 
 
+def nor_does_the_one_before_attention():
+    the_kernels_on_split_rows_gather_nothing(fused_qkv=True)
+
+
 CHECKS = {
     "loaded_into_its_shards": loaded_into_its_shards,
     "the_loss_and_gradients_of_one_device": the_loss_and_gradients_of_one_device,
     "the_kernels_on_split_rows_gather_nothing": the_kernels_on_split_rows_gather_nothing,
+    "nor_does_the_one_before_attention": nor_does_the_one_before_attention,
 }
 
 

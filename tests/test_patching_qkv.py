@@ -166,7 +166,8 @@ def test_outliers_are_no_worse_than_in_the_plain_model(fused, family, rows):
         for m, dtype in ((model, x.dtype), (plain, x.dtype), (exact, torch.float64))
     ]
     assert len(fused) == 1
-    assert_matches_oracle(*found, family)
+    actual, plain, exact = found
+    assert_matches_oracle(actual, plain, exact, family)
 
 
 def modules_of(model):

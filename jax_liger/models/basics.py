@@ -47,17 +47,22 @@ def norm(config: Config, size: int, *, rngs: nnx.Rngs) -> RMSNorm:
 
 def add_and_norm(norm: RMSNorm, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
     """norm(x + residual) and the sum, in one kernel."""
-    assert norm.scale is not None
-    scale = norm.scale[...]
     return fused_add_rms_norm(
         x,
         residual,
-        scale if norm.dtype is None else scale.astype(norm.dtype),
+        scale_of(norm),
         eps=norm.epsilon,
         offset=norm.offset,
         casting_mode=norm.casting_mode,
         implementation=norm.implementation,
     )
+
+
+def scale_of(norm: RMSNorm) -> jax.Array:
+    """The norm's weight as it is used."""
+    assert norm.scale is not None
+    scale = norm.scale[...]
+    return scale if norm.dtype is None else scale.astype(norm.dtype)
 
 
 def times(x: jax.Array, factor: float) -> jax.Array:

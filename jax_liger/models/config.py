@@ -42,6 +42,12 @@ class Config:
             attention's, so that only norms, rotations and activations are computed again.
         fused_projections: whether q, k, v and gate, up are one matrix product each, `qkv_proj` and
             `gate_up_proj`, whatever the checkpoint has.
+        fused_qkv: whether the norm before attention, the projections and the rotation are computed
+            by `rms_norm_linear_rope`: as one kernel with implementation="pallas", and with None
+            where that was measured to be faster. A layer whose projections have adapters, or which
+            rotates nothing, and all of them with a mesh in scope that splits heads over "tensor",
+            run as without it. It needs one weight, and without fused_projections that is put
+            together in every call.
         max_length: of a document, for rotary embeddings that change with it (`longrope`,
             `dynamic`); None for the length of the rows, or the size of the cache.
     """
@@ -79,6 +85,7 @@ class Config:
     attention: str | None = None
     remat: str = "none"
     fused_projections: bool = False
+    fused_qkv: bool = False
     max_length: int | None = None
 
     def __post_init__(self):
@@ -91,6 +98,12 @@ class Config:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}; got {getattr(self, name)!r}")
+        if self.fused_qkv and (self.family.norms[0] is None or self.family.qk_norm == "width"):
+            able = (n for n, f in FAMILIES.items() if f.norms[0] and f.qk_norm != "width")
+            raise ValueError(
+                f"fused_qkv must be False for {self.model_type}, which has no norm before "
+                f"attention, or one over all heads of queries and keys; it is for {listed(able)}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 "num_attention_heads must be a multiple of num_key_value_heads; got "
@@ -119,7 +132,7 @@ class Config:
             config: what config.json holds, as a dict, or a config object of transformers.
             ignore: names of fields to pass over that would be refused.
             settings: dtype, param_dtype, implementation, attention, remat, fused_projections,
-                max_length.
+                fused_qkv, max_length.
 
         Raises:
             ValueError: for a model_type that there is not; a field that is needed and absent; and

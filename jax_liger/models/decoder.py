@@ -29,6 +29,7 @@ from jax_liger.models.cache import Cache, LayerCache
 from jax_liger.models.config import Config, Layer
 from jax_liger.models.mesh import lookup, split_rows
 from jax_liger.models.moe import MixtureOfExperts
+from jax_liger.models.qkv import fused_heads
 from jax_liger.rotary import rope
 from liger_ops.fused_linear_cross_entropy.xla import logits_of
 
@@ -59,21 +60,16 @@ class Attention(nnx.Module):
         angles: tuple[jax.Array, jax.Array] | None,
         mask: jax.Array | None,
         cache: LayerCache | None,
+        heads: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """(B, T, D), and the cache with this call's keys and values.
 
         angles: cos and sin, (T, R) or (B, T, R); None where nothing is rotated. mask: (B, 1, T, S),
         True where a query may see a key; without a cache it adds to causality and the window.
+        heads: queries, keys and values if they are computed already; only x's shape counts then.
         """
         config, (B, T, _) = self.config, x.shape
-        q, k, v = self._project(x)
-        if config.family.qk_norm == "width":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.reshape(B, T, -1, config.head_dim) for y in (q, k, v))
-        if config.family.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if angles is not None:
-            q, k = rope(q, k, *angles, implementation=config.implementation)
+        q, k, v = heads or self._heads(x, angles)
         if cache is not None:
             cache = cache.append(k, v)
             k, v = cache.keys, cache.values
@@ -86,6 +82,21 @@ class Attention(nnx.Module):
             backend=config.attention,
         )
         return self.o_proj(out.reshape(B, T, -1)), cache
+
+    def _heads(
+        self, x: jax.Array, angles: tuple[jax.Array, jax.Array] | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries (B, T, N, H), keys and values (B, T, K, H), rotated."""
+        config, (B, T, _) = self.config, x.shape
+        q, k, v = self._project(x)
+        if config.family.qk_norm == "width":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.reshape(B, T, -1, config.head_dim) for y in (q, k, v))
+        if config.family.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if angles is not None:
+            q, k = rope(q, k, *angles, implementation=config.implementation)
+        return q, k, v
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries (B, T, N H), keys and values (B, T, K H)."""
@@ -145,8 +156,12 @@ class Block(nnx.Module):
             getattr(self, name) if name else None for name in self.config.family.norms
         )
 
-        h = before_attention(x) if before_attention else x
-        h, cache = self.self_attn(h, angles, mask, cache)
+        fused = self.config.fused_qkv and fused_heads(self.self_attn, before_attention, x, angles)
+        if fused:
+            h, cache = self.self_attn(x, angles, mask, cache, fused)
+        else:
+            h = before_attention(x) if before_attention else x
+            h, cache = self.self_attn(h, angles, mask, cache)
         h = after_attention(h) if after_attention else h
         h = times(h, self.config.residual_multiplier)
 
