@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -103,8 +104,8 @@ def test_decoding_with_a_cache(fused):
         got, cache = step(on, IDS[:, t : t + 1], cache)
         assert relative(got, want[:, t - 5 : t - 4]).max() < 1e-5
     assert len(fused) == 2 * 2  # two layers; the prompt's length and a token's are traced
-    tokens = [generate(m, IDS, max_new_tokens=3) for m in (on, off)]
-    np.testing.assert_array_equal(*tokens)
+    got, want = (generate(m, jnp.asarray(IDS), max_new_tokens=3) for m in (on, off))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_adapters_step_aside(fused):
@@ -152,7 +153,7 @@ def test_the_rule_decides_where_nothing_is_asked_for(fused, monkeypatch, fused_p
     settings = {"fused_projections": fused_projections}
     asked = []
 
-    def text(choice=None, **more):
+    def text(choice=False, **more):
         answer = rule.Choice(choice)
         monkeypatch.setattr(rule, "choose", lambda *a, **k: asked.append((a, k)) or answer)
         model = abstract(LLAMA, **settings, **more)

@@ -39,7 +39,6 @@ _SWITCHES = {
     "swiglu": "the gated activation by `swiglu`.",
     "geglu": "the gated activation by `geglu`.",
     "fused_add_rms_norm": "in a layer, adding to the residual stream and the norm in one.",
-    "relu_squared": "not available; False.",
     "cross_entropy": "the loss over the model's logits by `cross_entropy`.",
     "fused_linear_cross_entropy": "head and loss in one by `fused_linear_cross_entropy`.",
     "fused_qkv": (
@@ -59,7 +58,9 @@ def _function_for(name: str) -> Callable[..., Report]:
     def apply(model: torch.nn.Module | None = None, **switches: Any) -> Report:
         return _apply(family, model, switches, name)[0]
 
-    lines = [f"        {switch}: {_SWITCHES[switch]}" for switch in family.switches()]
+    missing = dict.fromkeys(family.why_missing(), "not available; False.")
+    texts = {**_SWITCHES, **missing}
+    lines = [f"        {switch}: {texts[switch]}" for switch in family.switches()]
     spellings = "        Second spellings of these, such as use_fused_rmsnorm, are taken too."
     apply.__name__ = apply.__qualname__ = name
     apply.__doc__ = _DOCSTRING.format(name=family.prefix, switches="\n".join([*lines, spellings]))

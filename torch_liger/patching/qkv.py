@@ -109,16 +109,19 @@ class FusedQKV(Replacement):
             return "a norm before it is not ours alone"
         if len(set(settings)) > 1:
             return f"its norms differ in eps, offset or casting mode: {set(settings)}"
-        layers = [getattr(attention, name) for name in self.projections.names]
-        for name, layer in zip(self.projections.names, layers, strict=True):
+        weights, biases = [], []
+        for name in self.projections.names:
+            layer = getattr(attention, name)
             reason = _why_not_projection(layer)
             if reason is not None:
                 return f"{name} {reason}"
-        if len({layer.weight.dtype for layer in layers}) > 1:
+            weights.append(layer.weight)
+            biases.append(layer.bias is not None)
+        if len({weight.dtype for weight in weights}) > 1:
             return "its projections' weights differ in dtype"
-        if len({layer.bias is None for layer in layers}) > 1:
+        if any(biases) and not all(biases):
             return "some of its projections have a bias, and others have none"
-        rows, columns = sum(layer.weight.shape[0] for layer in layers), _heads(attention).columns
+        rows, columns = sum(weight.shape[0] for weight in weights), _heads(attention).columns
         if rows != columns:
             return f"its projections' weights have {rows} rows, not {columns}"
         return None
@@ -278,8 +281,8 @@ def _why_not_projection(module: Any) -> str | None:
     if reason is not None:
         return reason
     weight = module.weight
-    if type(weight.data) is not torch.Tensor:
-        return f"has a weight that is a {type(weight.data).__name__}"
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        return f"has a weight that is a {type(weight).__name__}"
     if weight.dtype not in backend_triton.KERNEL_DTYPES:
         return f"has a weight of {weight.dtype}"
     if weight.device.type == "meta":
