@@ -15,5 +15,6 @@ from jax_liger.norms import layer_norm as layer_norm
 from jax_liger.norms import rms_norm as rms_norm
 from jax_liger.patching import PatchReport as PatchReport
 from jax_liger.patching import patch as patch
+from jax_liger.patching import report as report
 from jax_liger.patching import unpatch as unpatch
 from jax_liger.rotary import rope as rope

@@ -30,27 +30,7 @@ class RMSNorm(linen.RMSNorm):
         """Normalises x (..., D) over its last axis."""
         check_stock_options(self)
         check_no_mask(mask)
-        scale = None
-        if self.use_scale:
-            scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
-        casting_mode, offset = self.casting_mode, self.offset
-        if casting_mode == "none" and self.dtype == x.dtype:
-            casting_mode = "gemma"  # the same single rounding, straight to x's dtype
-        elif casting_mode == "none" and self.dtype is not None:
-            # The result's dtype is the promoted one of x and scale: no narrower than what is asked
-            # for, to be rounded once.
-            if scale is None:
-                scale, offset = jnp.ones((x.shape[-1],), self.dtype), 0.0
-            scale = scale.astype(jnp.promote_types(scale.dtype, self.dtype))
-        y = norms.rms_norm(
-            x,
-            scale,
-            eps=self.epsilon,
-            offset=offset,
-            casting_mode=casting_mode,
-            implementation=self.implementation,
-        )
-        return y if self.dtype is None else y.astype(self.dtype)
+        return rms_norm_of(self, x, self.offset, self.casting_mode, self.implementation)
 
 
 class LayerNorm(linen.LayerNorm):
@@ -71,12 +51,47 @@ class LayerNorm(linen.LayerNorm):
         """Normalises x (..., D) over its last axis."""
         check_stock_options(self)
         check_no_mask(mask)
-        scale = bias = None
-        if self.use_scale:
-            scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (x.shape[-1],), self.param_dtype)
-        return norms.layer_norm_to(x, scale, bias, self.epsilon, self.implementation, self.dtype)
+        return layer_norm_of(self, x, self.implementation)
+
+
+def rms_norm_of(
+    module: linen.RMSNorm,
+    x: jax.Array,
+    offset: float,
+    casting_mode: str,
+    implementation: str | None,
+) -> jax.Array:
+    """What a stock module's call computes, by the kernel; in the module's own scope."""
+    scale = None
+    if module.use_scale:
+        scale = module.param("scale", module.scale_init, (x.shape[-1],), module.param_dtype)
+    if casting_mode == "none" and module.dtype == x.dtype:
+        casting_mode = "gemma"  # the same single rounding, straight to x's dtype
+    elif casting_mode == "none" and module.dtype is not None:
+        # The result's dtype is the promoted one of x and scale: no narrower than what is asked
+        # for, to be rounded once.
+        if scale is None:
+            scale, offset = jnp.ones((x.shape[-1],), module.dtype), 0.0
+        scale = scale.astype(jnp.promote_types(scale.dtype, module.dtype))
+    y = norms.rms_norm(
+        x,
+        scale,
+        eps=module.epsilon,
+        offset=offset,
+        casting_mode=casting_mode,
+        implementation=implementation,
+    )
+    return y if module.dtype is None else y.astype(module.dtype)
+
+
+def layer_norm_of(module: linen.LayerNorm, x: jax.Array, implementation: str | None) -> jax.Array:
+    """What a stock module's call computes, by the kernel; in the module's own scope."""
+    scale = bias = None
+    if module.use_scale:
+        scale = module.param("scale", module.scale_init, (x.shape[-1],), module.param_dtype)
+    if module.use_bias:
+        bias = module.param("bias", module.bias_init, (x.shape[-1],), module.param_dtype)
+    return norms.layer_norm_to(x, scale, bias, module.epsilon, implementation, module.dtype)
 
 
 class SwiGLUMLP(linen.Module):

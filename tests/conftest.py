@@ -1,5 +1,6 @@
 """Without a GPU the kernels run in their interpreters, which are chosen before the first import."""
 
+import functools
 import os
 import subprocess
 
@@ -32,6 +33,22 @@ def _give_memory_back():
     import torch
 
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory):
+    """A function of a case's name: transformers' model, and ours with its weights; made once."""
+    # Here, since most tests need neither framework's models.
+    import model_cases
+    from jax_liger.models import from_pretrained
+
+    @functools.cache
+    def make(name: str):
+        folder = tmp_path_factory.mktemp("checkpoint")
+        theirs = model_cases.checkpoint(model_cases.CASES[name], folder)
+        return theirs, from_pretrained(folder)
+
+    return make
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,34 +1,20 @@
 """Packed documents, positions, padding and the loss: what a batch may say of its tokens."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import model_cases
-from jax_liger.models import count_items, from_pretrained, loss_fn
+from jax_liger.models import count_items, loss_fn
 from jax_liger.models.loss import next_labels
-from model_cases import CASES, assert_close, gradients, quick_jit, relative
+from model_cases import assert_close, gradients, quick_jit, relative
 
 
 @pytest.fixture(autouse=True)
 def _full_precision():
     with jax.default_matmul_precision("highest"):
         yield
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    """transformers' model of a case, and ours with its weights."""
-
-    @functools.cache
-    def make(name):
-        folder = tmp_path_factory.mktemp("checkpoint")
-        return model_cases.checkpoint(CASES[name], folder), from_pretrained(folder)
-
-    return make
 
 
 LENGTHS = (50, 30, 40)

@@ -1,6 +1,5 @@
 """How models compute: the kernels, precision, rematerialisation, and in a training loop."""
 
-import functools
 import math
 import re
 
@@ -23,18 +22,6 @@ from model_cases import CASES, assert_close, gradients, quick_jit, with_config
 def _full_precision():
     with jax.default_matmul_precision("highest"):
         yield
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    """transformers' model of a case, and ours with its weights."""
-
-    @functools.cache
-    def make(name):
-        folder = tmp_path_factory.mktemp("checkpoint")
-        return model_cases.checkpoint(CASES[name], folder), from_pretrained(folder)
-
-    return make
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])

@@ -65,9 +65,9 @@ REFUSED = {
         dict(model_type="qwen2", layer_types=["full_attention"]),
         "each of the 2 layers; got 1 and 2",
     ),
-    "the balance of experts": (
-        dict(model_type="mixtral", num_local_experts=4, output_router_logits=True),
-        "output_router_logits=True",
+    "the balance of experts that there are not": (
+        dict(model_type="llama", output_router_logits=True),
+        "'output_router_logits': True",
     ),
     "noise for the router": (
         dict(model_type="mixtral", num_local_experts=4, router_jitter_noise=0.1),

@@ -1,7 +1,5 @@
 """Generation with a cache: the tokens of transformers, the end token, and drawing."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,26 +7,14 @@ import pytest
 import torch
 
 import model_cases
-from jax_liger.models import Cache, from_pretrained, generate
-from model_cases import CASES, quick_jit, relative
+from jax_liger.models import Cache, generate
+from model_cases import quick_jit, relative
 
 
 @pytest.fixture(autouse=True)
 def _full_precision():
     with jax.default_matmul_precision("highest"):
         yield
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    """transformers' model of a case, and ours with its weights."""
-
-    @functools.cache
-    def make(name):
-        folder = tmp_path_factory.mktemp("checkpoint")
-        return model_cases.checkpoint(CASES[name], folder), from_pretrained(folder)
-
-    return make
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mixtral"])

@@ -76,6 +76,8 @@ class Config:
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool
+    output_router_logits: bool  # whether the experts' balance is a part of the loss
+    router_aux_loss_coef: float  # what it is multiplied by
     initializer_range: float
     hf_json: str  # the config as it came, for the rotary embedding and for saving
 
@@ -199,8 +201,6 @@ def _read(fields: _Fields, settings: dict[str, Any], hf_json: str) -> Config:
     for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"):
         if get(name, 0.0):
             fields.refuse(name, "drops or shakes values in training")
-    if get("output_router_logits", False):
-        fields.refuse("output_router_logits", "adds the experts' balance to the loss")
 
     heads, width = need("num_attention_heads"), need("hidden_size")
     head_dim = get("head_dim", width // heads)
@@ -232,6 +232,8 @@ def _read(fields: _Fields, settings: dict[str, Any], hf_json: str) -> Config:
         num_experts_per_tok=own("num_experts_per_tok", 0),
         moe_intermediate_size=own("moe_intermediate_size", need("intermediate_size")),
         norm_topk_prob=bool(own("norm_topk_prob", True)),
+        output_router_logits=bool(own("output_router_logits", False)),
+        router_aux_loss_coef=float(own("router_aux_loss_coef", 0.0)),
         initializer_range=get("initializer_range", 0.02),
         hf_json=hf_json,
         **{"fused_projections": family.fused_projections, **settings},

@@ -28,7 +28,7 @@ from jax_liger.models.basics import add_and_norm, gated_activation, linear, norm
 from jax_liger.models.cache import Cache, LayerCache
 from jax_liger.models.config import Config, Layer
 from jax_liger.models.mesh import lookup, split_rows
-from jax_liger.models.moe import MixtureOfExperts
+from jax_liger.models.moe import Balance, MixtureOfExperts
 from jax_liger.models.qkv import fused_heads
 from jax_liger.rotary import rope
 from liger_ops.fused_linear_cross_entropy.xla import logits_of
@@ -150,8 +150,12 @@ class Block(nnx.Module):
         angles: tuple[jax.Array, jax.Array] | None,
         mask: jax.Array | None,
         cache: LayerCache | None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """The residual stream (B, T, D) after this layer; the arguments are those of Attention."""
+        counted: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerCache | None, Balance | None]:
+        """The residual stream (B, T, D) after this layer, the cache, and the experts' balance.
+
+        The first arguments are those of Attention, and `counted` is that of MixtureOfExperts.
+        """
         before_attention, after_attention, before_mlp, after_mlp = (
             getattr(self, name) if name else None for name in self.config.family.norms
         )
@@ -169,9 +173,13 @@ class Block(nnx.Module):
             h, x = add_and_norm(before_mlp, h, x)
         else:
             h = x = x + h
-        h = self.mlp(h)
+        balance = None
+        if isinstance(self.mlp, MixtureOfExperts):
+            h, balance = self.mlp(h, counted)
+        else:
+            h = self.mlp(h)
         h = after_mlp(h) if after_mlp else h
-        return split_rows(x + times(h, self.config.residual_multiplier)), cache
+        return split_rows(x + times(h, self.config.residual_multiplier)), cache, balance
 
 
 def _dots(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -217,6 +225,20 @@ class Model(nnx.Module):
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """The hidden state (B, T, D) and the cache; the arguments are those of CausalLM."""
+        hidden, cache, _ = self.balanced(input_ids, positions, segment_ids, cache)
+        return hidden, cache
+
+    def balanced(
+        self,
+        input_ids: jax.Array,
+        positions: jax.Array | None,
+        segment_ids: jax.Array | None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None, Balance | None]:
+        """The hidden state, the cache, and the balance of all layers with experts together.
+
+        Padding, of segment 0, is no part of the balance. It is None where no layer has experts.
+        """
         config, (B, T) = self.config, input_ids.shape
         if cache is not None:
             cache = cache.with_segments(segment_ids, B, T)
@@ -242,12 +264,17 @@ class Model(nnx.Module):
         run: Callable[..., Any] = Block.__call__
         if config.remat != "none" and cache is None:
             run = nnx.remat(run, policy=_SAVEABLE[config.remat])
-        written = []
+        counted = None if segment_ids is None else segment_ids != 0
+        written, balances = [], []
         for i, (layer, block) in enumerate(zip(config.layers, self.layers, strict=True)):
             turn = angles[layer.layer_type] if layer.rope else None
-            x, kv = run(block, x, turn, masks[layer.window], cache and cache.layer(i))
+            x, kv, balance = run(
+                block, x, turn, masks[layer.window], cache and cache.layer(i), counted
+            )
             written.append(kv)
-        return self.norm(x), cache and cache.advance(written, T)
+            balances += [balance] if balance is not None else []
+        balance = Balance(*map(sum, zip(*balances, strict=True))) if balances else None
+        return self.norm(x), cache and cache.advance(written, T), balance
 
     def _embed(self, input_ids: jax.Array) -> jax.Array:
         x = lookup(self.embed_tokens, input_ids)

@@ -158,6 +158,8 @@ FAMILIES = {
         defaults={
             "num_key_value_heads": 8,
             "num_experts_per_tok": 2,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
         },
@@ -171,6 +173,8 @@ FAMILIES = {
             "use_sliding_window": False,
             "sliding_window": 4096,
             "num_experts_per_tok": 8,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
             "moe_intermediate_size": 768,
             "norm_topk_prob": False,
             "decoder_sparse_step": 1,
@@ -194,7 +198,7 @@ WITHOUT_EFFECT = {
     *("architectures", "auto_map", "model_type", "transformers_version", "torch_dtype", "dtype"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
     *("initializer_range", "use_cache", "cache_implementation", "return_dict", "problem_type"),
-    *("id2label", "label2id", "pretraining_tp", "router_aux_loss_coef", "is_llama_config"),
+    *("id2label", "label2id", "pretraining_tp", "is_llama_config"),
     *("max_window_layers", "transformers.js_config", "tokenizer_class", "default_theta"),
 }
 # Those that rope_frequencies reads.

@@ -1,5 +1,7 @@
 """A mixture of experts as the feed-forward part: every token goes through k of E gated MLPs."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -39,6 +41,25 @@ class Experts(nnx.Module):
         return self.down_proj(hidden, rows_of)
 
 
+class Balance(NamedTuple):
+    """How the tokens of a layer, or of several, are spread over the experts; float32."""
+
+    tokens: jax.Array  # (E,), how many have the expert among their k
+    probabilities: jax.Array  # (E,), the sum of theirs for the expert
+    count: jax.Array  # (), of the tokens
+
+    def loss(self) -> jax.Array:
+        """E sum_e (share of tokens at e) (mean probability of e): k where they are spread evenly.
+
+        Differentiable in the probabilities. Of several layers it is that of their sums.
+
+        Source: Fedus et al. (2021), arXiv:2101.03961, equations 4 to 6.
+        """
+        count = jnp.maximum(self.count, 1.0)
+        experts = self.tokens.shape[0]
+        return experts * jnp.sum(self.tokens / count * (self.probabilities / count))
+
+
 class MixtureOfExperts(nnx.Module):
     """y = sum of w_e expert_e(x) over the k experts with the largest w_e.
 
@@ -51,11 +72,15 @@ class MixtureOfExperts(nnx.Module):
         self.router = linear(config, config.hidden_size, config.num_experts, rngs=rngs)
         self.experts = Experts(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (B, T, D) to (B, T, D)."""
+    def __call__(self, x: jax.Array, counted: jax.Array | None = None) -> tuple[jax.Array, Balance]:
+        """Maps (B, T, D) to (B, T, D), with the balance of the tokens that are counted.
+
+        counted: (B, T), False for padding; None counts all.
+        """
         k, D = self.config.num_experts_per_tok, x.shape[-1]
         rows = x.reshape(-1, D)  # (M, D)
-        weights, chosen = self._route(rows)  # (M, k)
+        weights, chosen, probabilities = self._route(rows)  # (M, k), (M, k), (M, E)
+        balance = _balance(chosen, probabilities, counted)
 
         chosen = chosen.reshape(-1)  # (M k,)
         order = jnp.argsort(chosen)
@@ -64,12 +89,20 @@ class MixtureOfExperts(nnx.Module):
 
         out = out[jnp.argsort(order)].reshape(-1, k, D)
         out = jnp.einsum("mkd,mk->md", out, weights, preferred_element_type=jnp.float32)
-        return out.astype(x.dtype).reshape(x.shape)
+        return out.astype(x.dtype).reshape(x.shape), balance
 
-    def _route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The weights (M, k), and the experts that they belong to."""
+    def _route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The weights (M, k), the experts that they belong to, and all probabilities (M, E)."""
         probabilities = jax.nn.softmax(self.router(rows).astype(jnp.float32), -1)
         weights, chosen = jax.lax.top_k(probabilities, self.config.num_experts_per_tok)
         if self.config.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdims=True)
-        return weights.astype(rows.dtype), chosen
+        return weights.astype(rows.dtype), chosen, probabilities
+
+
+def _balance(chosen: jax.Array, probabilities: jax.Array, counted: jax.Array | None) -> Balance:
+    ones = jnp.ones(chosen.shape[0], jnp.float32)
+    weights = ones if counted is None else counted.reshape(-1).astype(jnp.float32)
+    experts = jnp.arange(probabilities.shape[-1], dtype=chosen.dtype)
+    at = (chosen[:, :, None] == experts).astype(jnp.float32).sum(1)  # (M, E)
+    return Balance(weights @ at, weights @ probabilities, weights.sum())
