@@ -5,18 +5,18 @@
     full_torch  a LLaMA of 1.24 B parameters (3.2 1B's shape), all of them trained, 8 x 2048 tokens
     full_jax    the same in Flax
     lora_torch  a Qwen2 of 7.6 B (2.5 7B's shape), LoRA of rank 64 on all linears, 4 x 2048 tokens
+    lora_jax    the same in Flax
     utilisation_torch  full_torch's LLaMA patched, for a minute or more, with fresh batches from the
                 host: how busy NVML says the GPU was
 
 All candidates of one call run in one process, each on a model of its own with fresh random weights
-and tokens. Everything is bfloat16 with AdamW, but for LoRA's adapters, which are PEFT's float32. A
-step's loss must be near ln V, which it is where nothing has been learnt; what candidates do to the
-loss is for the tests.
+and tokens. Everything is bfloat16 with AdamW, but for LoRA's adapters, which are PEFT's float32
+where a candidate's name does not say otherwise. A step's loss must be near ln V, which it is where
+nothing has been learnt; what candidates do to the loss is for the tests.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import gc
 import json
 import math
@@ -161,59 +161,62 @@ def lora_torch(only: list[str] | None) -> Iterator[Row]:
 
 
 def full_jax(only: list[str] | None) -> Iterator[Row]:
-    import jax
-    import jax.numpy as jnp
-    import optax
     from flax import nnx
 
-    from jax_liger.models import CausalLM, Config, loss_fn
+    from jax_liger.models import CausalLM
 
-    hf = {"model_type": "llama", "hidden_act": "silu", "initializer_range": 0.02, **LLAMA}
-    base = Config.from_hf(hf)
+    kernels, plain = {"implementation": "pallas"}, {"implementation": "xla"}
     candidates = {
-        "jax_liger": {"implementation": "pallas"},
-        "jax_liger + remat": {"implementation": "pallas", "remat": "cheap"},
-        "XLA": {"implementation": "xla"},
-        "XLA + remat": {"implementation": "xla", "remat": "cheap"},
+        "jax_liger": kernels,
+        "jax_liger + remat activation": {**kernels, "remat": "activation"},
+        "jax_liger + remat cheap": {**kernels, "remat": "cheap"},
+        "jax_liger + remat dots": {**kernels, "remat": "dots"},
+        "jax_liger + remat full": {**kernels, "remat": "full"},
+        "XLA": plain,
+        "XLA + remat activation": {**plain, "remat": "activation"},
+        "XLA + remat cheap": {**plain, "remat": "cheap"},
+        "XLA + remat full": {**plain, "remat": "full"},
     }
     for name, settings in candidates.items():
         if only and name not in only:
             continue
-        config = dataclasses.replace(base, dtype="bfloat16", param_dtype="bfloat16", **settings)
-        model = CausalLM(config, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.adamw(1e-5), wrt=nnx.Param)
-        graph, state = nnx.split((model, optimizer))
-        # The head's weight is the embedding's, which every token's products with the layers skip.
-        sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
-        attention = 12 * len(config.layers) * config.hidden_size * LENGTH / 2
-        flops_per_token = 6 * sum(sizes) + attention
-        del model, optimizer
 
-        def step(state, tokens, graph=graph):
-            model, optimizer = nnx.merge(graph, state)
-            loss, gradients = nnx.value_and_grad(loss_fn)(model, {"input_ids": tokens})
-            optimizer.update(model, gradients)
-            return loss, nnx.state((model, optimizer))
+        def build(settings=settings) -> Any:
+            return CausalLM(_jax_config("llama", LLAMA, **settings), rngs=nnx.Rngs(0))
 
-        keys = jax.random.split(jax.random.key(0), WARMUP + STEPS)
-        batches = [
-            jax.random.randint(key, (8, LENGTH), 0, config.vocab_size, jnp.int32) for key in keys
-        ]
-        compiled = jax.jit(step, donate_argnums=0).lower(state, batches[0]).compile()
-        memory = compiled.memory_analysis()
-        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-        peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
-        carried = [state]
-        del state
+        yield {"work": "full_jax", "implementation": name, **_jax_steps(build, 8, nnx.Param)}
 
-        def run(i: int, carried=carried, compiled=compiled, batches=batches) -> float:
-            loss, carried[0] = compiled(carried[0], batches[i])
-            return float(loss)
 
-        row = _timed(run, 8, flops_per_token)
-        yield {"work": "full_jax", "implementation": name, **row, "gibibytes": peak / 2**30}
-        del carried, compiled, run, graph
-        gc.collect()
+def lora_jax(only: list[str] | None) -> Iterator[Row]:
+    from flax import nnx
+
+    from jax_liger.models import CausalLM, LoRAParam, add_lora
+
+    kernels, plain = {"implementation": "pallas"}, {"implementation": "xla"}
+    candidates: dict[str, tuple[str, dict[str, Any]]] = {
+        "jax_liger": ("float32", kernels),
+        "jax_liger + bfloat16 adapters": ("bfloat16", kernels),
+        "jax_liger + bfloat16 adapters + remat activation": (
+            "bfloat16", {**kernels, "remat": "activation"},
+        ),
+        "jax_liger + bfloat16 adapters + remat cheap": ("bfloat16", {**kernels, "remat": "cheap"}),
+        # Another model: q, k and v have one lora_a, and so have gate and up.
+        "jax_liger + bfloat16 adapters + fused projections": (
+            "bfloat16", {**kernels, "fused_projections": True},
+        ),
+        "XLA": ("float32", plain),
+        "XLA + bfloat16 adapters": ("bfloat16", plain),
+    }  # fmt: skip
+    for name, (adapters, settings) in candidates.items():
+        if only and name not in only:
+            continue
+
+        def build(adapters=adapters, settings=settings) -> Any:
+            model = CausalLM(_jax_config("qwen2", QWEN2, **settings), rngs=nnx.Rngs(0))
+            add_lora(model, rank=64, alpha=128, param_dtype=adapters, rngs=nnx.Rngs(1))
+            return model
+
+        yield {"work": "lora_jax", "implementation": name, **_jax_steps(build, 4, LoRAParam)}
 
 
 def utilisation_torch(only: list[str] | None) -> Iterator[Row]:
@@ -230,8 +233,77 @@ WORKS: dict[str, Callable[[list[str] | None], Iterator[Row]]] = {
     "full_torch": full_torch,
     "full_jax": full_jax,
     "lora_torch": lora_torch,
+    "lora_jax": lora_jax,
     "utilisation_torch": utilisation_torch,
 }
+
+
+def _jax_config(model_type: str, sizes: dict[str, Any], **settings: Any) -> Any:
+    from jax_liger.models import Config
+
+    fixed = {"model_type": model_type, "hidden_act": "silu", "initializer_range": 0.02}
+    return Config.from_hf({**fixed, **sizes}, dtype="bfloat16", param_dtype="bfloat16", **settings)
+
+
+def _jax_steps(build: Callable[[], Any], batch: int, trained: Any) -> Row:
+    """`trained` is the type of the parameters that are: the others get no gradient and no state."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    from jax_liger.models import loss_fn
+
+    gc.collect()  # the last candidate's model
+    model = build()
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-5), wrt=trained)
+    graph, own, frozen = nnx.split(model, trained, ...)
+    optimizer_graph, moments = nnx.split(optimizer)
+    config, flops_per_token = model.config, _jax_flops(model, trained)
+    del model, optimizer
+
+    def step(carried: Any, frozen: Any, tokens: Any) -> Any:
+        model = nnx.merge(graph, carried[0], frozen)
+        optimizer = nnx.merge(optimizer_graph, carried[1])
+        gradient = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, trained))
+        loss, gradients = gradient(model, {"input_ids": tokens})
+        optimizer.update(model, gradients)
+        return loss, (nnx.state(model, trained), nnx.state(optimizer))
+
+    keys = jax.random.split(jax.random.key(0), WARMUP + STEPS)
+    batches = [
+        jax.random.randint(key, (batch, LENGTH), 0, config.vocab_size, jnp.int32) for key in keys
+    ]
+    start = time.perf_counter()
+    lowered = jax.jit(step, donate_argnums=0).lower((own, moments), frozen, batches[0])
+    compiled = lowered.compile()
+    compile_seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+    peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    carried = [(own, moments)]
+    del own, moments, lowered
+
+    def run(i: int) -> float:
+        loss, carried[0] = compiled(carried[0], frozen, batches[i])
+        return float(loss)
+
+    row = _timed(run, batch, flops_per_token, config.vocab_size)
+    return {**row, "gibibytes": peak / 2**30, "compile_seconds": compile_seconds}
+
+
+def _jax_flops(model: Any, trained: Any) -> float:
+    """As `torch_liger.flops` counts them: 6 for an element of a trained matrix, 4 for a frozen one,
+    the embedding only where it is the head too, and the whole square of scores.
+    """
+    from flax import nnx
+
+    config, total = model.config, 0.0
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if param.ndim == 2 and (config.tie_word_embeddings or path[-1] != "embedding"):
+            total += (6.0 if isinstance(param, trained) else 4.0) * param.size
+    heads = config.num_attention_heads * config.head_dim
+    return total + 12.0 * len(config.layers) * heads * LENGTH
 
 
 def _torch_steps(build: Callable[[], Any], batch: int, compiles: bool, cudnn: bool = False) -> Row:
@@ -263,20 +335,22 @@ def _torch_steps(build: Callable[[], Any], batch: int, compiles: bool, cudnn: bo
             torch.cuda.reset_peak_memory_stats()  # after the optimizer's state has been made
         return loss.item()
 
-    row = _timed(run, batch, flops_per_token)
+    row = _timed(run, batch, flops_per_token, vocab)
     row["gibibytes"] = torch.cuda.max_memory_allocated() / 2**30
     return row
 
 
-def _timed(run: Callable[[int], float], batch: int, flops_per_token: float) -> Row:
+def _timed(run: Callable[[int], float], batch: int, flops_per_token: float, vocab: int) -> Row:
     """`run(i)` makes step i, waits for it and returns its loss."""
     import torch
 
     from torch_liger.flops import peak_flops
 
     first = run(0)
-    if not abs(first - math.log(LLAMA["vocab_size"])) < 2.0:
-        raise ArithmeticError(f"the first loss must be near ln V = 11.8; got {first}")
+    if not abs(first - math.log(vocab)) < 2.0:
+        raise ArithmeticError(
+            f"the first loss must be near ln V = {math.log(vocab):.1f}; got {first}"
+        )
     seconds, loss = [], first
     for i in range(1, WARMUP + STEPS):
         start = time.perf_counter()

@@ -306,6 +306,57 @@ def test_utilisation_is_sampled_in_the_window(name, monkeypatch):
     assert row["share_of_samples_at_95"] == -(-samples // 2) / samples
 
 
+TINY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "work, names",
+    [
+        ("full_jax", ["XLA", "XLA + remat activation"]),
+        ("lora_jax", ["XLA", "XLA + bfloat16 adapters"]),
+    ],
+)
+def test_training_steps_in_jax_on_a_tiny_model(monkeypatch, work, names):
+    training = importlib.import_module("training")
+    for name in ("LLAMA", "QWEN2"):
+        sizes = {k: v for k, v in getattr(training, name).items() if k != "head_dim"}
+        monkeypatch.setattr(training, name, sizes | TINY)
+    for name, value in (("LENGTH", 16), ("WARMUP", 1), ("STEPS", 2)):
+        monkeypatch.setattr(training, name, value)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    rows = list(training.WORKS[work](names))
+    assert [row["implementation"] for row in rows] == names
+    for row in rows:
+        assert row["tokens_per_second"] > 0.0 and row["mfu"] > 0.0 and len(row["seconds"]) == 2
+        assert 0.0 < row["gibibytes"] < 1.0 and abs(row["loss"] - 4.2) < 1.0
+    losses = [row["loss"] for row in rows]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_operations_of_training_are_counted_as_in_torch():
+    from flax import nnx
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    from jax_liger.models import CausalLM, LoRAParam, add_lora
+    from torch_liger.flops import model_flops
+
+    training = importlib.import_module("training")
+    tied = TINY | {"tie_word_embeddings": True}
+    model = CausalLM(training._jax_config("llama", tied), rngs=nnx.Rngs(0))
+    theirs = LlamaForCausalLM(LlamaConfig(**tied))
+    assert training._jax_flops(model, nnx.Param) == model_flops(theirs).at(training.LENGTH)
+    model = CausalLM(training._jax_config("qwen2", TINY), rngs=nnx.Rngs(0))
+    add_lora(model, rank=4, alpha=8, rngs=nnx.Rngs(0))
+    lora = LoraConfig(r=4, target_modules=training.LINEARS)
+    theirs = get_peft_model(Qwen2ForCausalLM(Qwen2Config(**TINY)), lora)
+    assert training._jax_flops(model, LoRAParam) == model_flops(theirs).at(training.LENGTH)
+
+
 RESULTS = sorted(BENCHMARKS.glob("results/*.json"))
 TRAINING = [path for path in RESULTS if path.stem.startswith("training_")]
 

@@ -100,5 +100,5 @@ def test_a_balance_that_cannot_be_is_refused(loaded):
     with pytest.raises(ValueError, match=r"router_aux_loss_coef must be 0 .* 0.1 for a llama"):
         loss_fn(llama, batch(), router_aux_loss_coef=0.1)
     _, mixtral = loaded("mixtral")
-    with pytest.raises(ValueError, match="reduction must be 'mean' .*; got 'none'"):
+    with pytest.raises(ValueError, match=r"reduction must be 'mean' .*; got 'none'"):
         loss_fn(mixtral, batch(), router_aux_loss_coef=0.1, reduction="none")

@@ -1,6 +1,7 @@
 """What the decoder's modules are made of: linear layers, norms and the gated activation."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,18 @@ def times(x: jax.Array, factor: float) -> jax.Array:
     if factor == 1.0:
         return x
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def down_projected(mlp: Any, *gate_up: jax.Array, rows_of: tuple[jax.Array, ...] = ()) -> jax.Array:
+    """down_proj(act(gate) * up) of a feed-forward part, and of experts with their rows.
+
+    With remat="activation" the backward has gate and up alone, and act(gate) * up is made again.
+    """
+
+    def run(mlp: Any, gate_up: tuple[jax.Array, ...]) -> jax.Array:
+        return mlp.down_proj(gated_activation(mlp.config)(*gate_up), *rows_of)
+
+    return (nnx.remat(run) if mlp.config.remat == "activation" else run)(mlp, gate_up)
 
 
 def gated_activation(config: Config) -> Callable[..., jax.Array]:

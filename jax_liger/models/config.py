@@ -12,7 +12,7 @@ from jax_liger.models.families import ACTIVATIONS, FAMILIES, ROPE_FIELDS, WITHOU
 from liger_ops.checking import listed
 from liger_ops.rope.frequencies import RopeFrequencies, rope_frequencies
 
-REMAT_POLICIES = ("none", "full", "dots", "cheap")
+REMAT_POLICIES = ("none", "activation", "cheap", "dots", "full")
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,11 @@ class Config:
             stock model, or None for the kernels on a supported GPU and XLA elsewhere.
         attention: "cudnn", "xla", or None for cuDNN's flash attention on a GPU where it takes the
             dtype and head size, and XLA elsewhere.
-        remat: what a layer keeps for the backward. "none": all. "full": its input. "dots": its
-            input and the results of the matrix products with weights. "cheap": these and
-            attention's, so that only norms, rotations and activations are computed again.
+        remat: what a layer keeps for the backward. "none": all. "activation": all but the input of
+            down_proj, act(gate) * up, which is one of its largest arrays and computed again from
+            the other two. "cheap": its input and the results of the matrix products and of
+            attention, so that norms, rotations and activations are computed again. "dots": as
+            cheap, but attention is computed again too. "full": its input.
         fused_projections: whether q, k, v and gate, up are one matrix product each, `qkv_proj` and
             `gate_up_proj`, whatever the checkpoint has.
         fused_qkv: whether the norm before attention, the projections and the rotation are computed

@@ -24,7 +24,7 @@ from flax import nnx
 
 from jax_liger.angles import rope_angles
 from jax_liger.models.attention import attention, attention_mask
-from jax_liger.models.basics import add_and_norm, gated_activation, linear, norm, times
+from jax_liger.models.basics import add_and_norm, down_projected, linear, norm, times
 from jax_liger.models.cache import Cache, LayerCache
 from jax_liger.models.config import Config, Layer
 from jax_liger.models.mesh import lookup, split_rows
@@ -124,10 +124,9 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps (B, T, D) to (B, T, D)."""
-        activate = gated_activation(self.config)
         if self.config.fused_projections:
-            return self.down_proj(activate(self.gate_up_proj(x)))
-        return self.down_proj(activate(self.gate_proj(x), self.up_proj(x)))
+            return down_projected(self, self.gate_up_proj(x))
+        return down_projected(self, self.gate_proj(x), self.up_proj(x))
 
 
 class Block(nnx.Module):
@@ -262,7 +261,7 @@ class Model(nnx.Module):
 
         x = self._embed(input_ids)
         run: Callable[..., Any] = Block.__call__
-        if config.remat != "none" and cache is None:
+        if config.remat in _SAVEABLE and cache is None:
             run = nnx.remat(run, policy=_SAVEABLE[config.remat])
         counted = None if segment_ids is None else segment_ids != 0
         written, balances = [], []

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_liger.models.basics import gated_activation, linear
+from jax_liger.models.basics import down_projected, linear
 from jax_liger.models.config import Config
 
 
@@ -36,9 +36,8 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array, rows_of: jax.Array) -> jax.Array:
         """Maps (M, D) to (M, D)."""
-        activate = gated_activation(self.config)
-        hidden = activate(self.gate_proj(x, rows_of), self.up_proj(x, rows_of))
-        return self.down_proj(hidden, rows_of)
+        gate, up = self.gate_proj(x, rows_of), self.up_proj(x, rows_of)
+        return down_projected(self, gate, up, rows_of=(rows_of,))
 
 
 class Balance(NamedTuple):

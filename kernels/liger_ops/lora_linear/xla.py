@@ -32,7 +32,8 @@ def lora_linear(
         u = x.astype(lora_a.dtype) @ lora_a
     else:
         u = _down(x, lora_a, seed, dropout_p, stream)
-    return (y + (u @ lora_b) * scaling).astype(y.dtype)
+    # Of r columns and not of O, so that the backward makes no scaled copy of y's gradient.
+    return (y + (u * scaling) @ lora_b).astype(y.dtype)
 
 
 @functools.partial(jax.checkpoint, static_argnums=(3, 4))
