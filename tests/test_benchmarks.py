@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -306,7 +307,7 @@ def test_utilisation_is_sampled_in_the_window(name, monkeypatch):
     assert row["share_of_samples_at_95"] == -(-samples // 2) / samples
 
 
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 64,
 }  # fmt: skip

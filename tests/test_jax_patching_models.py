@@ -174,6 +174,30 @@ class Unknown(nnx.Module):
         return apply_rotary_pos_emb(x, positions, self.kind)
 
 
+def test_settings_that_change_afterwards_count():
+    x = jax.random.normal(jax.random.key(0), (3, 16))
+    model = nnx.List([Norm(None), Gated(None)])
+    assert len(patch(model, implementation="pallas").patched) == 2
+    for module, change in ((model[0], ("eps", 0.5)), (model[1], ("wrong", "relu"))):
+        setattr(module, *change)
+        x = x[..., :8] if module is model[1] else x
+        own = Norm if isinstance(module, Norm) else Gated
+        np.testing.assert_array_equal(module(x), own.__call__(module, x))
+        assert "pallas_call" not in str(jax.make_jaxpr(lambda x, m=module: m(x))(x))
+
+
+def test_a_dropout_that_is_off_is_not_overlooked():
+    class Dropping(Gated):
+        def __init__(self):
+            super().__init__(None)
+            self.dropout = nnx.Dropout(0.5, deterministic=True)
+
+        def __call__(self, x):
+            return self.w2(self.dropout(nnx.silu(self.w1(x)) * self.w3(x)))
+
+    assert patch(Dropping()).left_out == {"": "it has other layers too: dropout"}
+
+
 @pytest.mark.parametrize(
     "kind, wrongs, reason",
     [

@@ -63,8 +63,8 @@ def _survey(
         kind = type(module)
         if isinstance(module, OURS) or hasattr(kind, "stands_in_for"):
             continue
-        key = _settings(module)
-        if key is None or key not in tried:
+        key = type(module), _settings(module), _parts(module)
+        if key not in tried:
             tried[key] = _stand_in(module, implementation)
         found = tried[key]
         if isinstance(found, str):
@@ -82,9 +82,10 @@ def _stand_in(module: Any, implementation: str | None) -> type | str | None:
             return _stock_norm(kind, implementation)
         layers = next((n for n in gated.LAYERS if all(_is_layer(module, x) for x in n)), None)
         if layers is not None:
-            return _gated_mlp(kind, *_recognised_mlp(module, layers), implementation)
+            found = _recognised_mlp(module, layers)
+            return _gated_mlp(kind, *found, _settings(module), implementation)
         if "norm" in kind.__name__.lower() or isinstance(module, tuple(STOCK_NORMS)):
-            return _rms_norm(kind, *_recognised_norm(module), implementation)
+            return _rms_norm(kind, *_recognised_norm(module), _settings(module), implementation)
         found = rotations.used_by(kind)
         if found:
             for one in found:
@@ -112,13 +113,21 @@ def _stock_norm(kind: type, implementation: str | None) -> type:
 
 @functools.cache
 def _rms_norm(
-    kind: type, name: str | None, recipe: norms.RMSNormRecipe, implementation: str | None
+    kind: type,
+    name: str | None,
+    recipe: norms.RMSNormRecipe,
+    settings: Any,
+    implementation: str | None,
 ) -> type:
-    """A norm of its own class, whose parameter is its attribute of this name."""
+    """A norm of its own class, whose parameter is its attribute of this name.
+
+    `settings` are those that it was tried with; where they have changed its own code runs.
+    """
 
     def call(self: Any, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         weight = None if name is None else getattr(self, name)[...]
-        if args or kwargs or not recipe.applies(x, weight):
+        as_tried = not args and not kwargs and _settings(self) == settings
+        if not as_tried or not recipe.applies(x, weight):
             return kind.__call__(self, x, *args, **kwargs)
         return recipe(x, weight, implementation)
 
@@ -132,13 +141,15 @@ def _gated_mlp(
     method: str,
     order: tuple[str, str],
     layers: tuple[str, str, str],
+    settings: Any,
     implementation: str | None,
 ) -> type:
+    """An MLP, of which `settings` are as for a norm."""
     own = getattr(kind, method)
     gate, up, down = layers
 
     def call(self: Any, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        if args or kwargs:
+        if args or kwargs or _settings(self) != settings:
             return own(self, x, *args, **kwargs)
         put_out = {name: getattr(self, name)(x) for name in order}
         if not recipe.applies(put_out[gate], put_out[up]):
@@ -189,6 +200,9 @@ def _recognised_mlp(
 ) -> tuple[gated.GatedRecipe, str, tuple[str, ...], tuple[str, str, str]]:
     """What an MLP computes, in which method, and in which order it calls gate and up."""
     kind, (gate, up, down) = type(module), layers
+    others = [n for n, v in vars(module).items() if isinstance(v, nnx.Module) and n not in layers]
+    if others:  # such as a dropout, which may be off while it is tried
+        raise Unlike(f"it has other layers too: {', '.join(others)}")
     # Code that may rematerialise itself does so around its `block`.
     method = "block" if hasattr(kind, "block") else "__call__"
     order: list[str] = []
@@ -252,23 +266,39 @@ def _with(module: Any, **attributes: Any) -> Any:
     return other
 
 
-def _settings(module: Any) -> Any:
-    """What makes two modules compute alike: all but the values of their parameters."""
-    held = []
+def _settings(module: Any) -> tuple[tuple[str, Any], ...]:
+    """The attributes that are neither parameters nor modules, as far as they can be compared."""
+    return tuple(
+        (name, value)
+        for name, value in vars(module).items()
+        if not isinstance(value, nnx.Variable | nnx.Module | jax.Array)
+        and not name.startswith("_pytree")
+        and _hashable(value)
+    )
+
+
+def _parts(module: Any) -> tuple[Any, ...]:
+    """Names and types of its modules, and what its parameters are but for their values.
+
+    An attribute that cannot be compared makes it like no other module.
+    """
+    found = []
     for name, value in vars(module).items():
         if isinstance(value, nnx.Variable):
-            value = type(value), value.shape, value.dtype
+            found.append((name, value.shape, value.dtype))
         elif isinstance(value, nnx.Module):
-            value = type(value)
-        elif name.startswith("_pytree"):
-            continue
-        held.append((name, value))
-    key = type(module), tuple(held)
+            found.append((name, type(value)))
+        elif not name.startswith("_pytree") and not _hashable(value):
+            found.append((name, id(module)))
+    return tuple(found)
+
+
+def _hashable(value: Any) -> bool:
     try:
-        hash(key)
+        hash(value)
     except TypeError:
-        return None
-    return key
+        return False
+    return True
 
 
 def _set_class(module: Any, kind: type) -> None:
