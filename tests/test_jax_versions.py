@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import flax_models
 import jax_liger
 from jax_liger import models
 from liger_ops.rope import angles as rope_oracle
@@ -138,6 +139,22 @@ def test_a_model_trains_generates_and_is_saved(tmp_path):
     again = models.from_pretrained(tmp_path)
     tokens = [models.generate(m, batch["input_ids"], max_new_tokens=3) for m in (model, again)]
     np.testing.assert_array_equal(*tokens)
+
+
+def test_others_models_are_patched():
+    tokens, positions = np.arange(10).reshape(2, 5), np.arange(5)[None] + np.zeros((2, 1), int)
+    model = flax_models.BonsaiStyle()
+    want = model(tokens, positions)
+    assert not jax_liger.patch(model, implementation="pallas").left_out
+    np.testing.assert_allclose(model(tokens, positions), want, rtol=1e-4, atol=1e-5)
+    assert len(jax_liger.unpatch(model)) == 7
+
+    module = flax_models.LinenDecoder()
+    variables = module.init(jax.random.key(0), tokens, positions)
+    patched = jax_liger.patch(module, implementation="pallas")
+    got, want = (m.apply(variables, tokens, positions) for m in (patched, module))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    assert len(jax_liger.report(patched).patched) == 7
 
 
 def assert_kernel_equals_plain(loss, *inputs):

@@ -30,6 +30,8 @@ def batch(padded=True):
 
 
 step = quick_jit(jax.value_and_grad(loss_fn))
+STATIC = ("router_aux_loss_coef", "return_z_loss", "z_loss")
+loss_of = quick_jit(loss_fn, static_argnames=STATIC)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3 moe"])
@@ -60,13 +62,13 @@ def test_the_loss_and_its_gradients_are_those_of_transformers(tmp_path, name, pa
 def test_the_coefficient_by_argument_and_by_config(loaded):
     _, model = loaded("mixtral")  # whose config does not ask for it
     given = batch()
-    plain = loss_fn(model, given)
-    added = loss_fn(model, given, router_aux_loss_coef=0.5) - plain
+    plain = loss_of(model, given)
+    added = loss_of(model, given, router_aux_loss_coef=0.5) - plain
     assert 0.5 < added / 0.5 < 4.0  # k = 2 where all is even, and E at most
     asked = with_config(model, **BALANCED)
-    np.testing.assert_allclose(loss_fn(asked, given) - plain, COEF / 0.5 * added, rtol=1e-4)
-    np.testing.assert_allclose(loss_fn(asked, given, router_aux_loss_coef=0.0), plain, rtol=1e-6)
-    loss, z = loss_fn(asked, given, return_z_loss=True, z_loss=1e-3)
+    np.testing.assert_allclose(loss_of(asked, given) - plain, COEF / 0.5 * added, rtol=1e-4)
+    np.testing.assert_allclose(loss_of(asked, given, router_aux_loss_coef=0.0), plain, rtol=1e-6)
+    loss, z = loss_of(asked, given, return_z_loss=True, z_loss=1e-3)
     np.testing.assert_allclose(loss - z - plain, COEF / 0.5 * added, rtol=1e-4)
 
 
@@ -78,7 +80,7 @@ def test_accumulated_batches_have_the_mean_of_their_balances(loaded):
     assert counts[0] != counts[1]
 
     def aux(part, num_items=None):
-        losses = [loss_fn(model, part, num_items, router_aux_loss_coef=c) for c in (1.0, 0.0)]
+        losses = [loss_of(model, part, num_items, router_aux_loss_coef=c) for c in (1.0, 0.0)]
         return float(losses[0] - losses[1])
 
     got = sum(aux(part, sum(counts)) for part in parts)

@@ -272,7 +272,7 @@ class Model(nnx.Module):
             )
             written.append(kv)
             balances += [balance] if balance is not None else []
-        balance = Balance(*map(sum, zip(*balances, strict=True))) if balances else None
+        balance = jax.tree.map(lambda *of: sum(of), *balances) if balances else None
         return self.norm(x), cache and cache.advance(written, T), balance
 
     def _embed(self, input_ids: jax.Array) -> jax.Array:
