@@ -7,7 +7,7 @@ memory is what is allocated at most beside the inputs and the gradients.
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -37,9 +37,11 @@ GIB = 2**30
 Row = dict[str, Any]
 
 
-def measure(quick: bool = False, shapes: Iterable[tuple[int, ...]] = ()) -> Iterator[Row]:
+def measure(
+    quick: bool = False, shapes: Iterable[tuple[int, ...]] = (), only: Collection[str] = ()
+) -> Iterator[Row]:
     for shape in shapes or (SHAPES[:1] if quick else SHAPES):
-        yield from _one_shape(*shape)
+        yield from _one_shape(*shape, only)
 
 
 def draw(rows: int, dim: int, vocab: int, device: str) -> tuple[torch.Tensor, ...]:
@@ -108,7 +110,7 @@ def check(name: str, actual: Any, exact: Any) -> float:
     return max(errors)
 
 
-def _one_shape(rows: int, dim: int, vocab: int) -> Iterator[Row]:
+def _one_shape(rows: int, dim: int, vocab: int, only: Collection[str]) -> Iterator[Row]:
     torch._dynamo.reset()
     given = draw(rows, dim, vocab, "cuda")
     some = (*(t.detach()[:CHECKED_ROWS].requires_grad_() for t in given[:1]), given[1],
@@ -130,6 +132,8 @@ def _one_shape(rows: int, dim: int, vocab: int) -> Iterator[Row]:
     for name, function in torch_implementations().items():
         if rows > MOST_ROWS_OF_ALL and name in ("eager", "torch.compile"):
             continue
+        if only and name not in only:
+            continue
         error = check(name, torch_gradients(function, *some), exact)
         for suffix, labels in _labels(name, given[2], half):
             work = functools.partial(torch_gradients, function, *given[:2], labels)
@@ -146,6 +150,8 @@ def _one_shape(rows: int, dim: int, vocab: int) -> Iterator[Row]:
     bare = jax.jit(_jax_products)
     for name, function in jax_implementations().items():
         if rows > MOST_ROWS_OF_ALL and name == "XLA":
+            continue
+        if only and name not in only:
             continue
         fn = jax_gradients(function)
         few = (arrays[0][:CHECKED_ROWS], arrays[1], labels[0][:CHECKED_ROWS])

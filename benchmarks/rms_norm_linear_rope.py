@@ -50,12 +50,7 @@ DECODING = [
         (32, 256, 2, 4), (64, 256, 4, 3), (64, 256, 4, 4), (64, 256, 4, 5), (128, 128, 8, 5),
     )
 ]  # fmt: skip
-MANY = [
-    Config(128, 256, 64, 8, 3, "x"),
-    Config(128, 256, 64, 8, 3, "weight"),
-    Config(128, 256, 64, 8, 4, "weight"),
-    Config(128, 128, 64, 8, 4, "weight"),
-]
+MANY = [Config(128, 256, 64, 8, 4, "weight"), Config(128, 128, 64, 8, 4, "weight")]
 PERSISTENT = [
     Config(128, 256, 64, 8, 3, "weight", persistent=True),
     Config(128, 256, 64, 8, 4, "weight", persistent=True),

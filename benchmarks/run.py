@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 OPS = ("rms_norm", "layer_norm", "swiglu", "geglu", "rope", "cross_entropy")
 # Whose modules measure and plot themselves.
@@ -44,6 +45,10 @@ def main() -> None:
         "--shape", action="append", default=[], metavar="ROWSxDxV",
         help="of fused_linear_cross_entropy: this shape alone; may be given several times",
     )  # fmt: skip
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME",
+        help="of fused_linear_cross_entropy: this implementation alone, as often",
+    )  # fmt: skip
     args = parser.parse_args()
     if args.plot:
         _plot_of(args.op)(json.loads(args.plot.read_text()), args.plot.with_suffix(".png"))
@@ -56,8 +61,12 @@ def main() -> None:
         sys.exit("benchmarks/run.py needs an NVIDIA GPU, and torch sees none")
     module = importlib.import_module(args.op)
     if args.op in OWN:
-        shapes = [tuple(map(int, shape.split("x"))) for shape in args.shape]
-        measured = module.measure(args.quick, shapes) if shapes else module.measure(args.quick)
+        chosen: dict[str, Any] = {}
+        if args.shape:
+            chosen["shapes"] = [tuple(map(int, shape.split("x"))) for shape in args.shape]
+        if args.only:
+            chosen["only"] = args.only
+        measured = module.measure(args.quick, **chosen)
     else:
         import measuring
 
