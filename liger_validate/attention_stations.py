@@ -61,22 +61,10 @@ def _theta_of(actual: np.ndarray, positions: np.ndarray) -> float | None:
 
 def attention(s: Subject, name: str, layer: Any) -> Iterator[Station]:
     """Rotation, scores, softmax and values of one layer."""
-    actual, heads = s.into(f"{name}.o_proj"), _heads(s, name)
-    found = s.capture.angles_of(layer.layer_type) if layer.rope else None
-    if actual is None or heads is None or (layer.rope and found is None):
+    actual, heads, own = s.into(f"{name}.o_proj"), heads_of(s, name), settings_of(s, layer)
+    if actual is None or heads is None or own is None:
         return
-    config, mask, angles = s.config, s.batch.mask, None
-    if found is not None:
-        cos, sin = (np.broadcast_to(float64(a), (*mask.shape, a.shape[-1])) for a in found)
-        angles = (cos, sin)
-    own: dict[str, Any] = {
-        "scale": config.attention_scale,
-        "softcap": config.attention_softcap,
-        "layout": "half",
-        "seen": formulas.visible(mask, window=layer.window),
-        "angles": angles,
-        "dtype": s.capture.dtype,
-    }
+    config, mask, angles = s.config, s.batch.mask, own["angles"]
 
     def formula(**changed: Any) -> np.ndarray:
         return formulas.attention(*heads, **{**own, **changed})
@@ -104,6 +92,25 @@ def attention(s: Subject, name: str, layer: Any) -> Iterator[Station]:
     yield Station(f"{name}.core", "attention", actual, formula, faults)
 
 
+def settings_of(s: Subject, layer: Any) -> dict[str, Any] | None:
+    """What the formula of this layer's attention is given beside its heads."""
+    found = s.capture.angles_of(layer.layer_type) if layer.rope else None
+    if layer.rope and found is None:
+        return None
+    mask, angles = s.batch.mask, None
+    if found is not None:
+        cos, sin = (np.broadcast_to(float64(a), (*mask.shape, a.shape[-1])) for a in found)
+        angles = (cos, sin)
+    return {
+        "scale": s.config.attention_scale,
+        "softcap": s.config.attention_softcap,
+        "layout": "half",
+        "seen": formulas.visible(mask, window=layer.window),
+        "angles": angles,
+        "dtype": s.capture.dtype,
+    }
+
+
 def _masks(mask: np.ndarray, window: int | None) -> Iterator[tuple[str, np.ndarray]]:
     yield "queries see what comes after them", formulas.visible(mask, causal=False, window=window)
     if not mask.all():
@@ -114,21 +121,21 @@ def _masks(mask: np.ndarray, window: int | None) -> Iterator[tuple[str, np.ndarr
             yield f"the window is {other} and not {window}", formulas.visible(mask, window=other)
 
 
-def _heads(s: Subject, name: str) -> tuple[Any, Any, Any] | None:
-    """q, k and v (B, T, heads, H) as they go into the rotation."""
-    config = s.config
-    both = s.out_of(f"{name}.qkv_proj")
+def heads_of(s: Subject, name: str, gradients: bool = False) -> tuple[Any, Any, Any] | None:
+    """q, k and v (B, T, heads, H) as they go into the rotation, or their gradients."""
+    config, out_of = s.config, s.gradient_out_of if gradients else s.out_of
+    both = out_of(f"{name}.qkv_proj")
     if both is not None:
         q = config.num_attention_heads * config.head_dim
         k = config.num_key_value_heads * config.head_dim
         found: list[Any] = np.split(both, (q, q + k), -1)
     else:
         found = [
-            s.out_of(f"{name}.{part}_norm") if config.family.qk_norm and part != "v" else None
+            out_of(f"{name}.{part}_norm") if config.family.qk_norm and part != "v" else None
             for part in "qkv"
         ]
         found = [
-            s.out_of(f"{name}.{part}_proj") if a is None else a
+            out_of(f"{name}.{part}_proj") if a is None else a
             for part, a in zip("qkv", found, strict=True)
         ]
     if any(a is None for a in found):

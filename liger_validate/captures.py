@@ -1,33 +1,53 @@
-"""What goes into and comes out of every module of a model, by the names of its checkpoint.
+"""What goes into and comes out of every module of a decoder, by the names of its checkpoint.
 
-PyTorch's modules are watched by forward hooks. Flax's have none, so the classes' `__call__` is
-wrapped for the length of one forward, which is not jitted: arrays then have their values.
+Here of transformers' models; `captures_flax` has Flax's.
 """
 
 import contextlib
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from liger_validate.batches import Batch
+from liger_validate.hooks import torch_calls
 
 LOGITS = "logits"
 ANGLES = "rotary_emb"
+# Where a value is: going into a module or coming out of it.
+IN, OUT = "in", "out"
+
+
+class Later(Mapping[str, np.ndarray]):
+    """Arrays that come to the host when they are asked for, since not all may fit there at once."""
+
+    def __init__(self, fetch: Mapping[str, Callable[[], np.ndarray]]):
+        self._fetch = fetch
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._fetch[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fetch)
+
+    def __len__(self) -> int:
+        return len(self._fetch)
 
 
 @dataclass
 class Capture:
-    """One forward of one model.
+    """One forward of one model, and perhaps its backward.
 
     Attributes:
         inputs, outputs: the first array into and out of every module, by its name. A module that
             returns a tuple counts by the tuple's first.
         angles: cos and sin by type of layer; None stands for every type.
-        head: the head's weight (V, D) as the model has it.
+        head: gives the head's weight (V, D) as the model has it.
         gradients: of the loss for every parameter, by its name in PyTorch, if asked for.
+        output_gradients: of the loss for every module's output, if asked for. input_gradients: for
+            its input, as far as the input goes through that module.
     """
 
     label: str
@@ -35,9 +55,11 @@ class Capture:
     inputs: dict[str, np.ndarray] = field(default_factory=dict)
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
     angles: dict[str | None, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-    head: np.ndarray | None = None
+    head: Callable[[], np.ndarray] | None = None
     loss: float | None = None
-    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
+    input_gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    output_gradients: dict[str, np.ndarray] = field(default_factory=dict)
 
     def angles_of(self, layer_type: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Cos and sin of the layers of this type."""
@@ -49,18 +71,30 @@ class Capture:
         Norms that a fused kernel stands for are not called. The embedding's multiplier is in its
         module for some, and behind it for others.
         """
-        if "model.layers.0" in self.inputs:
-            self.outputs["model.embed_tokens"] = self.inputs["model.layers.0"]
-        for name in [n for n in self.inputs if n.endswith(".mlp")]:
-            layer = name.removesuffix(".mlp")
-            for norm in ("pre_feedforward_layernorm", "post_attention_layernorm"):
-                if f"{layer}.{norm}" in self.outputs:
-                    break
-            else:
-                self.outputs[f"{layer}.post_attention_layernorm"] = self.inputs[name]
+        for inputs, outputs in (
+            (self.inputs, self.outputs),
+            (self.input_gradients, self.output_gradients),
+        ):
+            if "model.layers.0" in inputs:
+                outputs["model.embed_tokens"] = inputs["model.layers.0"]
+            for name in [n for n in inputs if n.endswith(".mlp")]:
+                layer = name.removesuffix(".mlp")
+                for norm in ("pre_feedforward_layernorm", "post_attention_layernorm"):
+                    if f"{layer}.{norm}" in outputs:
+                        break
+                else:
+                    outputs[f"{layer}.post_attention_layernorm"] = inputs[name]
+
+    def add_gradients_at(self, found: Mapping[tuple[str, str], np.ndarray]) -> None:
+        """Gradients by place (IN or OUT) and module."""
+        for (place, name), gradient in found.items():
+            kept = self.input_gradients if place == IN else self.output_gradients
+            kept[name] = gradient
+        self.complete()
 
 
-def _first(value: Any) -> Any:
+def first(value: Any) -> Any:
+    """Of a tuple its first, else the value."""
     return value[0] if isinstance(value, tuple) and value else value
 
 
@@ -70,34 +104,35 @@ def of_torch(model: Any, batch: Batch, label: str, config: Any) -> Capture:
 
     from liger_validate.tensors import from_torch
 
-    names = {module: name for name, module in model.named_modules() if name}
     capture = Capture(label, str(next(model.parameters()).dtype).removeprefix("torch."))
 
-    def watch(module, args, kwargs, output):
-        name = names[module]
+    def keep(name, args, kwargs, output):
         if name.endswith(ANGLES):
             kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
             cos, sin = (from_torch(a) for a in output)
             capture.angles[kind] = (cos, sin)
-            return
+            return output
         given = args[0] if args else kwargs.get("hidden_states")
-        for kept, value in ((capture.inputs, given), (capture.outputs, _first(output))):
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
+        for kept, value in ((capture.inputs, given), (capture.outputs, first(output))):
+            if name and isinstance(value, torch.Tensor) and value.is_floating_point():
                 kept[name] = _time_first(name, from_torch(value), config)
+        return output
 
-    hooks = [m.register_forward_hook(watch, with_kwargs=True) for m in names]
-    training, model = model.training, model.eval()
-    try:
-        with torch.no_grad():
-            out = model(**_torch_inputs(model, batch), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(training)
+    with _evaluated(model), torch_calls(model, keep), torch.no_grad():
+        out = model(**_torch_inputs(model, batch), use_cache=False)
     capture.outputs[LOGITS] = from_torch(out.logits)
-    capture.head = from_torch(model.get_output_embeddings().weight)
+    capture.head = partial(from_torch, model.get_output_embeddings().weight)
     capture.complete()
     return capture
+
+
+@contextlib.contextmanager
+def _evaluated(model: Any) -> Iterator[None]:
+    training, model = model.training, model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _time_first(name: str, value: np.ndarray, config: Any) -> np.ndarray:
@@ -137,149 +172,83 @@ def softmax_in_float64() -> Iterator[None]:
         torch.nn.functional.softmax = original
 
 
-def gradients_of_torch(model: Any, batch: Batch, capture: Capture) -> None:
-    """Adds the loss and its gradients to the capture."""
+def _loss(model: Any, batch: Batch) -> Any:
     import torch
-
-    from liger_validate.tensors import from_torch
 
     inputs = _torch_inputs(model, batch)
     # transformers has padding predict the token behind it, which Flax's loss does not count.
     behind_a_token = np.pad(batch.counted[:, :-1], ((0, 0), (1, 0)))
     predicted = torch.tensor(batch.counted & behind_a_token, device=inputs["input_ids"].device)
     labels = inputs["input_ids"].masked_fill(~predicted, -100)
+    return model(**inputs, labels=labels, use_cache=False).loss
+
+
+def gradients_of_torch(model: Any, batch: Batch, capture: Capture) -> None:
+    """Adds the loss and the parameters' gradients to the capture; nothing watches the modules.
+
+    A parameter that has got no gradient has one of zeros.
+    """
+    from liger_validate.tensors import from_torch
+
     model.zero_grad(set_to_none=True)
-    loss = model(**inputs, labels=labels, use_cache=False).loss
+    loss = _loss(model, batch)
     loss.backward()
     capture.loss = loss.item()
-    capture.gradients = {
-        name: from_torch(p.grad) for name, p in model.named_parameters() if p.grad is not None
-    }
+    capture.gradients = Later(
+        {
+            name: partial(np.zeros, tuple(p.shape), np.float32) if p.grad is None
+            else partial(from_torch, p.grad)
+            for name, p in model.named_parameters()
+        }
+    )  # fmt: skip
 
 
-def of_flax(model: Any, batch: Batch, label: str) -> Capture:
-    """A forward of a `jax_liger.models.CausalLM`."""
-    import jax.numpy as jnp
+def gradients_at_modules_of_torch(model: Any, batch: Batch, capture: Capture, config: Any) -> None:
+    """Adds the gradients of all inputs and outputs of modules to the capture.
 
-    capture = Capture(label, model.config.dtype)
-    with _watched(model, capture):
-        logits = model(jnp.asarray(batch.ids), **_flax_inputs(batch))
-    capture.outputs[LOGITS] = np.asarray(logits)
-    weight, vocab_axis = model.head()
-    capture.head = np.asarray(weight if vocab_axis == 0 else weight.T)
-    capture.complete()
-    return capture
-
-
-def _flax_inputs(batch: Batch) -> dict[str, Any]:
-    import jax.numpy as jnp
-
-    inputs = {"positions": jnp.asarray(batch.positions)}
-    return inputs | ({"segment_ids": jnp.asarray(batch.mask)} if batch.padded else {})
-
-
-def gradients_of_flax(model: Any, batch: Batch, capture: Capture) -> None:
-    """Adds the loss and its gradients to the capture, laid out as PyTorch has them."""
-    capture.loss, grads = loss_and_gradients(model, batch)
-    capture.gradients = as_torch(grads, model.config)
-
-
-def loss_and_gradients(model: Any, batch: Batch) -> tuple[float, Any]:
-    """The loss of a Flax model, and a model of its gradients."""
-    import jax.numpy as jnp
-
-    inputs = {"input_ids": jnp.asarray(batch.ids), **_flax_inputs(batch)}
-    loss, grads = _jitted()(model, inputs)
-    return float(loss), grads
-
-
-@functools.cache
-def _jitted() -> Any:
-    import jax
-
-    from jax_liger.models import loss_fn
-
-    return jax.jit(jax.value_and_grad(loss_fn))
-
-
-def as_torch(model: Any, config: Any) -> dict[str, np.ndarray]:
-    """A model's parameters, or its gradients, by the names and layouts of PyTorch.
-
-    Of experts none: transformers holds them otherwise than checkpoints do.
+    One that autograd does not come past has a gradient of zeros.
     """
-    from flax import nnx
+    import torch
 
-    from jax_liger.models.names import pieces_of
+    from liger_validate.tensors import from_torch
 
-    found: dict[str, np.ndarray] = {}
-    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        name = ".".join(map(str, path))
-        pieces = pieces_of(name, config)
-        if ".experts." in name or len(pieces) != 1:
-            continue
-        value = np.asarray(param[...])
-        key = pieces[0].key.replace("block_sparse_moe", "mlp")
-        found[key] = value.T if pieces[0].transposed else value
-    return found
+    met: dict[tuple[str, str], Any] = {}
 
+    def floating(name, value):
+        return (
+            name
+            and not name.endswith(ANGLES)
+            and isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+        )
 
-@contextlib.contextmanager
-def _watched(model: Any, capture: Capture) -> Iterator[None]:
-    import jax
-    from flax import nnx
+    def before(name, args, kwargs):
+        given = args[0] if args else kwargs.get("hidden_states")
+        if not floating(name, given):
+            return args, kwargs
+        # A name of its own for what goes into this module, and not elsewhere as well.
+        met[IN, name] = given.view_as(given)
+        if args:
+            return (met[IN, name], *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": met[IN, name]}
 
-    from jax_liger.models import decoder
+    def after(name, args, kwargs, output):
+        if floating(name, first(output)):
+            met[OUT, name] = first(output)
+        return output
 
-    names = {
-        id(module): ".".join(map(str, path)) for path, module in nnx.iter_modules(model) if path
-    }
-    before: dict[type, Any] = {}
-
-    def keep(name: str, given: Any, output: Any) -> None:
-        for kept, value in ((capture.inputs, given), (capture.outputs, _first(output))):
-            if isinstance(value, jax.Array) and jax.numpy.issubdtype(
-                value.dtype, jax.numpy.floating
-            ):
-                kept[name] = np.asarray(value)
-
-    def wrapped(call: Any) -> Any:
-        def watch(self, *args, **kwargs):
-            output = call(self, *args, **kwargs)
-            if id(self) in names:
-                keep(names[id(self)], args[0] if args else None, output)
-            return output
-
-        return watch
-
-    add_and_norm, rope_angles = decoder.add_and_norm, decoder.rope_angles
-    kinds = {layer.layer_type for layer in model.config.layers if layer.rope}
-
-    def watched_norm(norm, x, residual):
-        h, total = add_and_norm(norm, x, residual)
-        keep(names[id(norm)], total, h)
-        return h, total
-
-    def watched_angles(positions, frequencies, **settings):
-        cos, sin = rope_angles(positions, frequencies, **settings)
-        for kind in kinds:
-            if frequencies == model.config.frequencies(kind, _length(model.config, positions)):
-                capture.angles[kind] = (np.asarray(cos), np.asarray(sin))
-        return cos, sin
-
-    for module in (m for _, m in nnx.iter_modules(model)):
-        kind = type(module)
-        if "__call__" in vars(kind) and kind not in before:
-            before[kind] = vars(kind)["__call__"]
-    try:
-        for kind, call in before.items():
-            kind.__call__ = wrapped(call)
-        decoder.add_and_norm, decoder.rope_angles = watched_norm, watched_angles
-        yield
-    finally:
-        for kind, call in before.items():
-            kind.__call__ = call
-        decoder.add_and_norm, decoder.rope_angles = add_and_norm, rope_angles
+    with _evaluated(model), torch_calls(model, after, before):
+        loss = _loss(model, batch)
+    on_the_way = {place: t for place, t in met.items() if t.requires_grad}
+    found = torch.autograd.grad(loss, list(on_the_way.values()), allow_unused=True)
+    gradients = dict(zip(on_the_way, found, strict=True))
+    capture.add_gradients_at(
+        {
+            place: _time_first(place[1], _or_zeros(gradients.get(place), t, from_torch), config)
+            for place, t in met.items()
+        }
+    )
 
 
-def _length(config: Any, positions: Any) -> int:
-    return config.max_length or positions.shape[-1]
+def _or_zeros(gradient: Any, like: Any, from_torch: Any) -> np.ndarray:
+    return from_torch(like.new_zeros(like.shape) if gradient is None else gradient)

@@ -14,10 +14,14 @@ BANDS = {
     "float32": {
         "angles": 2e-6, "embedding": 5e-7, "norm": 1e-6, "linear": 5e-6, "gated": 2e-6,
         "attention": 2e-5, "residual": 1e-6, "head": 1e-5,
+        "linear, backward": 5e-6, "norm, backward": 5e-6, "gated, backward": 5e-6,
+        "attention, backward": 5e-5, "sum, backward": 2e-6,
     },
     "bfloat16": {
         "angles": 6e-3, "embedding": 3e-3, "norm": 1.2e-3, "linear": 5e-3, "gated": 6e-3,
         "attention": 2e-2, "residual": 6e-3, "head": 6e-3,
+        "linear, backward": 6e-3, "norm, backward": 1e-2, "gated, backward": 1e-2,
+        "attention, backward": 4e-2, "sum, backward": 8e-3,
     },
 }  # fmt: skip
 POSITION = 1e-7  # that much more for each position: the rounding of an angle in float32

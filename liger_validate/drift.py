@@ -5,26 +5,36 @@ Exact is transformers' own model with the checkpoint's numbers, rounded to the d
 as transformers' own model in the dtype is, and a floor.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from liger_validate.captures import Capture
+from liger_validate.formulas import float64
 from liger_validate.judge import ULP
+from liger_validate.tensors import squares
 
 FACTOR = 3.0
+LEAST = 1e-3  # of the largest gradient: what smaller ones are measured by
 FLOOR_ULPS = {"float32": 8.0, "bfloat16": 0.5}
 
 
 @dataclass(frozen=True)
 class Drift:
-    """One module's output, or one parameter's gradient, in one model: RMS of what it is off by."""
+    """RMS of what a module's output, or a gradient, is off by in one model.
+
+    kind: "output", "output gradient" (the loss's, at a module's output), "gradient" (a
+    parameter's) or "curve".
+    """
 
     model: str
     name: str
     error: float
     limit: float
     by_position: tuple[float, ...] = ()
+    kind: str = "output"
 
     @property
     def inside(self) -> bool:
@@ -41,54 +51,92 @@ def _rms(a: np.ndarray, axis: int | None = None) -> np.ndarray:
     return np.sqrt(np.mean(a**2, axis=axis))
 
 
-def _relative(actual: np.ndarray, exact: np.ndarray, scale: float) -> float:
-    difference = actual.astype(np.float64) - exact
-    if not np.isfinite(difference).all():
-        return float("inf")
-    return float(_rms(difference) / scale) if scale else float(_rms(difference))
+def _root_mean(sum_of_squares: float, size: int) -> float:
+    return math.sqrt(sum_of_squares / size) if math.isfinite(sum_of_squares) else math.inf
 
 
 def of_outputs(
     capture: Capture, plain: Capture, exact: Capture, counted: np.ndarray
 ) -> list[Drift]:
     """Of every module that was captured in all three, in the order of the forward."""
-    found = []
-    for name, wanted in exact.outputs.items():
-        arrays = [c.outputs.get(name) for c in (capture, plain)]
-        if any(a is None or a.size != wanted.size for a in arrays):
-            continue
-        if wanted.size % counted.size:
+    outputs = [c.outputs for c in (capture, plain, exact)]
+    return _at_modules(capture, outputs, list(exact.outputs), counted, "output")
+
+
+def of_output_gradients(
+    capture: Capture, plain: Capture, exact: Capture, counted: np.ndarray
+) -> list[Drift]:
+    """Of the loss's gradient at every such output, in the order of the backward."""
+    gradients = [c.output_gradients for c in (capture, plain, exact)]
+    names = [name for name in reversed(exact.outputs) if name in exact.output_gradients]
+    return _at_modules(capture, gradients, names, counted, "output gradient")
+
+
+def _at_modules(
+    capture: Capture,
+    arrays: list[dict[str, np.ndarray]],
+    names: list[str],
+    counted: np.ndarray,
+    kind: str,
+) -> list[Drift]:
+    """arrays: of the model, the plain one and the exact one, by name."""
+    found, scales = [], {}
+    if kind == "output gradient":
+        scales = {name: _root_mean(squares(a), a.size) for name, a in arrays[2].items()}
+    least = LEAST * max(scales.values(), default=0.0)
+    for name in names:
+        given = [of.get(name) for of in arrays]
+        sizes = {None if a is None else a.size for a in given}
+        if len(sizes) > 1 or given[2] is None or given[2].size % counted.size:
             continue  # experts' rows are not those of tokens
-        wanted, actual, base = (
-            np.asarray(a).reshape(*counted.shape, -1).astype(np.float64) for a in (wanted, *arrays)
+        actual, base, wanted = (
+            float64(a).reshape(*counted.shape, -1) for a in given if a is not None
         )
-        scale = float(_rms(wanted[counted]))
-        errors = [_relative(a[counted], wanted[counted], scale) for a in (actual, base)]
-        each = np.where(counted, _rms(actual - wanted, -1), 0.0).max(0) / (scale or 1.0)
+        scale = max(float(_rms(wanted[counted])), least) or 1.0
+        off = [a - wanted for a in (actual, base)]
+        errors = [float(_rms(a[counted])) / scale for a in off]
+        errors = [e if math.isfinite(e) else math.inf for e in errors]
+        each = np.where(counted, _rms(off[0], -1), 0.0).max(0) / scale
+        shown = name if kind == "output" else f"{name}.output.grad"
         limit = limit_of(errors[1], capture.dtype)
         by_position = tuple(float(value) for value in each)
-        found.append(Drift(capture.label, name, errors[0], limit, by_position))
+        found.append(Drift(capture.label, shown, errors[0], limit, by_position, kind))
     return found
 
 
-def of_gradients(capture: Capture, plain: Capture, exact: Capture) -> list[Drift]:
-    """Of every parameter that all three have a gradient for.
+def of_gradients(
+    captures: Mapping[str, Capture], exact: Capture, beside: Mapping[str, str]
+) -> dict[str, list[Drift]]:
+    """Of every parameter that all three have a gradient for, by model.
 
     In units of the parameter's own gradient, or a thousandth of the largest of all where that is
-    more: a gradient that is nothing but rounding has no digits to agree in.
+    more: a gradient that is nothing but rounding has no digits to agree in. Every array is fetched
+    once, and dropped before the next parameter's.
+
+    beside: by model the one that it is held beside.
     """
-    scales = {name: float(_rms(g.astype(np.float64))) for name, g in exact.gradients.items()}
-    least = 1e-3 * max(scales.values(), default=0.0)
-    found = []
+    sizes: dict[str, int] = {}
+    own: dict[str, float] = {}
+    off: dict[str, dict[str, float]] = {}
     for name, wanted in exact.gradients.items():
-        arrays = [c.gradients.get(name) for c in (capture, plain)]
-        if any(a is None or a.shape != wanted.shape for a in arrays):
-            continue
-        scale = max(scales[name], least)
-        errors = [_relative(a, wanted.astype(np.float64), scale) for a in arrays if a is not None]
-        found.append(
-            Drift(capture.label, f"{name}.grad", errors[0], limit_of(errors[1], capture.dtype))
-        )
+        sizes[name], own[name], off[name] = wanted.size, squares(wanted), {}
+        for label, capture in captures.items():
+            if name in capture.gradients:
+                actual = capture.gradients[name]
+                if actual.shape == wanted.shape:
+                    off[name][label] = squares(actual, wanted)
+    scales = {name: _root_mean(own[name], size) for name, size in sizes.items()}
+    least = LEAST * max(scales.values(), default=0.0)
+    found: dict[str, list[Drift]] = {label: [] for label in captures}
+    for name, sums in off.items():
+        scale = max(scales[name], least) or 1.0
+        errors = {label: _root_mean(total, sizes[name]) / scale for label, total in sums.items()}
+        for label in errors:
+            if beside[label] in errors:
+                limit = limit_of(errors[beside[label]], captures[label].dtype)
+                found[label].append(
+                    Drift(label, f"{name}.grad", errors[label], limit, kind="gradient")
+                )
     return found
 
 
@@ -101,4 +149,4 @@ def of_numbers(
         for curve in (actual, plain)
     ]
     off = errors[0] if np.isfinite(errors[0]) else float("inf")
-    return Drift(label, name, off, limit_of(errors[1], dtype), tuple(actual))
+    return Drift(label, name, off, limit_of(errors[1], dtype), tuple(actual), "curve")

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from liger_ops.drawing import DTYPES
-from liger_validate import captures, drift
+from liger_validate import backward_stations, captures, captures_flax, drift
 from liger_validate.batches import Batch, read
 from liger_validate.captures import Capture
 from liger_validate.diagnosis import findings
@@ -18,6 +18,8 @@ from liger_validate.stations import stations
 from liger_validate.subject import Subject
 
 PLAIN, PATCHED, FLAX = "transformers", "torch_liger", "jax_liger"
+# What a model's error is held beside: the plain model's, and for that the patched one's.
+BESIDE = {PLAIN: PATCHED, PATCHED: PLAIN, FLAX: PLAIN}
 
 
 @dataclass
@@ -65,9 +67,8 @@ def load(path: str, dtype: str = "float32") -> Loaded:
 
 def weights_of(path: str, dtype: str) -> Callable[[str], np.ndarray | None]:
     """The checkpoint's tensors by name; None for those that it has not."""
+    import torch
     from safetensors import safe_open
-
-    from liger_validate.tensors import from_torch
 
     folder = Path(path)
     if not folder.is_dir():
@@ -84,7 +85,7 @@ def weights_of(path: str, dtype: str) -> Callable[[str], np.ndarray | None]:
         if name not in where:
             return None
         with safe_open(str(where[name]), "pt") as tensors:
-            return from_torch(tensors.get_tensor(name)).astype(DTYPES[dtype]).astype(np.float64)
+            return tensors.get_tensor(name).to(getattr(torch, dtype)).double().numpy()
 
     return weight
 
@@ -103,12 +104,14 @@ def captured_of(loaded: Loaded, label: str, batch: Batch, grads: bool = False) -
 
 def _captured(label: str, model: Any, config: Any, batch: Batch, grads: bool) -> Capture:
     if label == FLAX:
-        capture = captures.of_flax(model, batch, label)
-    else:
-        capture = captures.of_torch(model, batch, label, config)
+        capture = captures_flax.of_flax(model, batch, label)
+        if grads:
+            captures_flax.gradients_of_flax(model, batch, capture)
+        return capture
+    capture = captures.of_torch(model, batch, label, config)
     if grads:
-        add = captures.gradients_of_flax if label == FLAX else captures.gradients_of_torch
-        add(model, batch, capture)
+        captures.gradients_of_torch(model, batch, capture)
+        captures.gradients_at_modules_of_torch(model, batch, capture, config)
     return capture
 
 
@@ -118,16 +121,17 @@ def compare(loaded: Loaded, batch: Batch, *, grads: bool = False) -> dict[str, A
     of = {capture.label: capture for capture in each}
     report: dict[str, Any] = {"dtype": loaded.dtype, "family": loaded.config.model_type}
     report |= {"models": {}, "findings": [], "batch": list(batch.ids.shape)}
-    for capture in each:
-        # What a model's error is held beside; the plain model's own, beside the patched one's.
-        plain = of[PATCHED if capture.label == PLAIN else PLAIN]
+    of_gradients = drift.of_gradients(of, exact, BESIDE)
+    for label, capture in of.items():
+        plain = of[BESIDE[label]]
         drifts = drift.of_outputs(capture, plain, exact, batch.counted)
-        if grads:
-            drifts += drift.of_gradients(capture, plain, exact)
+        drifts += drift.of_output_gradients(capture, plain, exact, batch.counted)
+        drifts += of_gradients[label]
         subject = Subject(loaded.config, loaded.weights, batch, capture)
-        off = findings(stations(subject), capture.label, capture.dtype, batch.counted)
+        every = itertools.chain(stations(subject), backward_stations.stations(subject))
+        off = findings(every, label, capture.dtype, batch.counted)
         report["findings"] += [asdict(finding) for finding in off]
-        report["models"][capture.label] = _summary(drifts, capture.loss)
+        report["models"][label] = _summary(drifts, capture.loss)
     report["agrees"] = not report["findings"] and all(
         model["first_out_of_band"] is None for model in report["models"].values()
     )

@@ -242,9 +242,9 @@ def _head(s: Subject) -> Iterator[Station]:
     if not tied:
         faults.append(("tied head", "the head is the embedding table", lambda: formula(w=table)))
     elif s.capture.head is not None:
-        own = float64(s.capture.head)[:size]
+        head = s.capture.head
         faults.append(("tied head", "the head is not the embedding table",
-                       lambda: formula(w=own)))  # fmt: skip
+                       lambda: formula(w=float64(head())[:size])))  # fmt: skip
     if config.logit_scale != 1.0:
         faults.append(("scale", "the logits' scale is left out", lambda: formula(scale=1.0)))
     if config.final_softcap is not None:

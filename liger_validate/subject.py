@@ -50,6 +50,16 @@ class Subject:
         found = self.capture.outputs.get(name)
         return None if found is None else float64(found)
 
+    def gradient_into(self, name: str) -> np.ndarray | None:
+        """The loss's gradient at what went into a module, through that module, in float64."""
+        found = self.capture.input_gradients.get(name)
+        return None if found is None else float64(found)
+
+    def gradient_out_of(self, name: str) -> np.ndarray | None:
+        """The loss's gradient at what came out of a module, in float64."""
+        found = self.capture.output_gradients.get(name)
+        return None if found is None else float64(found)
+
 
 def usual(value: float, known: tuple[float, ...]) -> float:
     """The known value that is meant, where one is as near as an estimate is good."""

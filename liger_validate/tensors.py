@@ -1,12 +1,15 @@
 """NumPy arrays as tensors of PyTorch and back, ml_dtypes' bfloat16 included."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from liger_ops.drawing import DTYPES
+
+_PIECE = 1 << 20  # numbers that are in float64 at a time
 
 
 def to_torch(array: np.ndarray, device: str = "cpu") -> torch.Tensor:
@@ -22,6 +25,26 @@ def from_torch(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(DTYPES["bfloat16"])
     return tensor.numpy()
+
+
+def squares(a: np.ndarray, b: np.ndarray | None = None) -> float:
+    """The sum of the squares of a, or of a - b, in float64, piece by piece: nothing is held."""
+    arrays = [_viewed(x).reshape(-1) for x in ((a,) if b is None else (a, b))]
+    total = 0.0
+    for start in range(0, arrays[0].numel(), _PIECE):
+        pieces = [x[start : start + _PIECE].double() for x in arrays]
+        difference = pieces[0] if b is None else pieces[0] - pieces[1]
+        total += torch.dot(difference, difference).item()
+    return total
+
+
+def _viewed(array: np.ndarray) -> torch.Tensor:
+    """The array's own memory, to be read."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        if array.dtype == DTYPES["bfloat16"]:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
 
 
 @contextlib.contextmanager

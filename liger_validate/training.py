@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from liger_validate import captures, drift
+from liger_validate import captures, captures_flax, drift
 from liger_validate.batches import Batch
+from liger_validate.tensors import squares
 
 
 def in_step(loaded: Any, batch: Batch, steps: int, learning_rate: float) -> dict[str, Any]:
@@ -16,7 +18,7 @@ def in_step(loaded: Any, batch: Batch, steps: int, learning_rate: float) -> dict
     SGD without momentum: nothing but the gradients decides, and both frameworks spell it alike.
     The models of `loaded` are changed.
     """
-    from liger_validate.model import FLAX, PATCHED, PLAIN
+    from liger_validate.model import BESIDE, FLAX
 
     runs: dict[str, dict[str, Any]] = {}
     with captures.softmax_in_float64():
@@ -25,17 +27,19 @@ def in_step(loaded: Any, batch: Batch, steps: int, learning_rate: float) -> dict
         train = _train_flax if label == FLAX else _train_torch
         runs[label] = train(model, batch, steps, learning_rate)
     report: dict[str, Any] = {"steps": steps, "learning_rate": learning_rate, "models": {}}
-    for label in loaded.models:
-        run, found = runs[label], []
-        plain = runs[PATCHED if label == PLAIN else PLAIN]
+    weights = {
+        label: captures.Capture(label, loaded.dtype, gradients=run["weights"])
+        for label, run in {**runs, "exact": exact}.items()
+    }
+    of_weights = drift.of_gradients(
+        {label: weights[label] for label in runs}, weights["exact"], BESIDE
+    )
+    for label, run in runs.items():
+        found = []
         for name in ("losses", "gradient_norms"):
-            curves = (run[name], plain[name], exact[name])
+            curves = (run[name], runs[BESIDE[label]][name], exact[name])
             found.append(drift.of_numbers(label, name, *curves, loaded.dtype))
-        as_capture = [
-            captures.Capture(label, loaded.dtype, outputs={}, gradients=r["weights"])
-            for r in (run, plain, exact)
-        ]
-        found += drift.of_gradients(*as_capture)
+        found += of_weights[label]
         report["models"][label] = {
             "losses": run["losses"],
             "gradient_norms": run["gradient_norms"],
@@ -66,7 +70,7 @@ def _train_torch(model: Any, batch: Batch, steps: int, learning_rate: float) -> 
         losses.append(capture.loss)
         norms.append(_norm(capture.gradients.values()))
         optimizer.step()
-    weights = {name: from_torch(p).copy() for name, p in model.named_parameters()}
+    weights = captures.Later({name: partial(from_torch, p) for name, p in model.named_parameters()})
     return {"losses": losses, "gradient_norms": norms, "weights": weights}
 
 
@@ -75,13 +79,13 @@ def _train_flax(model: Any, batch: Batch, steps: int, learning_rate: float) -> d
 
     losses, norms = [], []
     for _ in range(steps):
-        loss, grads = captures.loss_and_gradients(model, batch)
+        loss, grads = captures_flax.loss_and_gradients(model, batch)
         losses.append(loss)
         norms.append(_norm(np.asarray(leaf) for leaf in jax.tree.leaves(grads)))
         model = jax.tree.map(lambda w, g: w - w.dtype.type(learning_rate) * g, model, grads)
-    weights = captures.as_torch(model, model.config)
+    weights = captures_flax.as_torch(model, model.config)
     return {"losses": losses, "gradient_norms": norms, "weights": weights}
 
 
 def _norm(gradients: Any) -> float:
-    return math.sqrt(sum(float(np.sum(g.astype(np.float64) ** 2)) for g in gradients))
+    return math.sqrt(sum(squares(g) for g in gradients))

@@ -10,7 +10,7 @@ import torch
 
 import model_cases
 from liger_ops import backend_triton
-from liger_validate import captures, cli
+from liger_validate import captures_flax, cli
 from liger_validate.model import FLAX, PATCHED, PLAIN, compare, load
 from liger_validate.training import in_step
 from validate_cases import CHECKPOINTS, FAULTS, batch
@@ -92,7 +92,7 @@ def test_a_fault_of_no_known_kind_is_found_too(folder):
 
 
 def test_gradients_and_training_agree(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(captures, "_jitted", lambda: model_cases.gradients)  # compiles in less time
+    monkeypatch.setattr(captures_flax, "_jitted", lambda: model_cases.gradients)  # compiles in less time
     file = tmp_path / "report.json"
     arguments = ["model", folder("qwen2"), "--grads", "--steps", "2", "--json", str(file)]
     assert cli.main(arguments) == 0, capsys.readouterr()
@@ -110,7 +110,7 @@ def test_gradients_and_training_agree(folder, tmp_path, capsys, monkeypatch):
 
 def test_gradients_and_training_that_differ(folder, monkeypatch):
     """A gradient that is off by a factor, where the forward is right."""
-    monkeypatch.setattr(captures, "_jitted", lambda: model_cases.gradients)
+    monkeypatch.setattr(captures_flax, "_jitted", lambda: model_cases.gradients)
     loaded = load(folder("qwen2"))
     weight = loaded.models[PATCHED].model.layers[1].mlp.up_proj.weight
     weight.register_hook(lambda gradient: 1.01 * gradient)
