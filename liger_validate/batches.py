@@ -42,6 +42,11 @@ class Batch:
         return self.mask.astype(bool)
 
     @property
+    def inputs(self) -> dict[str, np.ndarray]:
+        """The arrays by the names that transformers has for them."""
+        return {"input_ids": self.ids, "attention_mask": self.mask, "position_ids": self.positions}
+
+    @property
     def padded(self) -> bool:
         """Whether there is any padding."""
         return not self.mask.all()

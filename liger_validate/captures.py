@@ -48,6 +48,7 @@ class Capture:
         gradients: of the loss for every parameter, by its name in PyTorch, if asked for.
         output_gradients: of the loss for every module's output, if asked for. input_gradients: for
             its input, as far as the input goes through that module.
+        skipped: by name, why something is not in it.
     """
 
     label: str
@@ -60,6 +61,7 @@ class Capture:
     gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
     input_gradients: dict[str, np.ndarray] = field(default_factory=dict)
     output_gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
 
     def angles_of(self, layer_type: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Cos and sin of the layers of this type."""

@@ -47,24 +47,33 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("path", help="a folder with a checkpoint, or a name on the hub")
     model.add_argument("--batch", help=".json, .npz or .safetensors with input_ids (B, T)")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    model.add_argument("--grads", action="store_true", help="compare parameters' gradients too")
+    model.add_argument(
+        "--grads",
+        action="store_true",
+        help="compare the gradients of parameters and of modules' outputs too",
+    )
     model.add_argument("--steps", type=int, default=0, help="of training, in step")
     model.add_argument("--learning-rate", type=float, default=1e-2, help="of --steps' SGD")
 
     capture = commands.add_parser("capture", help="a model's activations, to a file")
-    capture.add_argument("path", help="a folder with a checkpoint, or a name on the hub")
+    capture.add_argument("path", nargs="?", help="a folder with a checkpoint, or a name on the hub")
     capture.add_argument(
-        "--model", choices=("transformers", "torch_liger", "jax_liger"), default="transformers"
+        "--model",
+        default="transformers",
+        help="transformers, torch_liger or jax_liger, for a checkpoint; without one module:factory,"
+        " which is called and returns any model and its inputs: (model, inputs), where inputs are a"
+        " dict of keywords, a tuple or the only one, or (model, inputs, loss)",
     )
     capture.add_argument("--out", type=Path, required=True, metavar="FILE", help=".safetensors")
     capture.add_argument("--batch", help="as for model")
-    capture.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    capture.add_argument("--dtype", choices=("float32", "bfloat16"), help="of a checkpoint")
     capture.add_argument("--grads", action="store_true", help="write gradients too")
 
     files = commands.add_parser("compare", help="two files that capture wrote")
     files.add_argument("first", type=Path)
     files.add_argument("second", type=Path)
     files.add_argument("--tolerance", type=float, help="RMS over RMS; by the dtype if left out")
+    files.add_argument("--common", action="store_true", help="only one file may have a tensor, too")
     files.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
 
     capture.add_argument("--seed", type=int, default=0)
@@ -173,21 +182,39 @@ def _model(arguments: argparse.Namespace) -> int:
 
 
 def _capture(arguments: argparse.Namespace) -> int:
-    from liger_validate import files, model
+    from liger_validate import any_model, files, model
     from liger_validate.batches import read
 
     header = _begin(arguments)
-    loaded = model.load(arguments.path, arguments.dtype)
+    if ":" in arguments.model:
+        if arguments.path or arguments.batch or arguments.dtype:
+            raise ValueError(
+                f"{arguments.model} makes the model and its inputs; it takes no path, --batch or "
+                "--dtype"
+            )
+        made, inputs, *loss = any_model.made_by(arguments.model)
+        any_model.capture(
+            made, inputs, arguments.out, grads=arguments.grads, seed=arguments.seed,
+            loss=loss[0] if loss else None,
+        )  # fmt: skip
+        return AGREES
+    if arguments.model not in model.BESIDE or not arguments.path:
+        raise ValueError(
+            f"capture needs a path and --model of {', '.join(model.BESIDE)}, or --model "
+            f"module:factory; got {arguments.path!r} and {arguments.model!r}"
+        )
+    loaded = model.load(arguments.path, arguments.dtype or "float32")
     batch = read(arguments.batch, loaded.config.vocab_size, arguments.seed)
     found = model.captured_of(loaded, arguments.model, batch, arguments.grads)
-    files.write(arguments.out, found, batch, header)
+    header |= {"framework": "jax" if arguments.model == model.FLAX else "torch", "training": False}
+    files.write(arguments.out, found, batch.inputs, header)
     return AGREES
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     from liger_validate import files, terminal
 
-    report = files.compare(arguments.first, arguments.second, arguments.tolerance)
+    report = files.compare(arguments.first, arguments.second, arguments.tolerance, arguments.common)
     terminal.show_comparison(report)
     status = AGREES if report["agrees"] else DIFFERS
     _write(arguments, {**report, "status": status})

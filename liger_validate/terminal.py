@@ -12,12 +12,14 @@ from rich.table import Table
 from liger_validate.ops import OFF, Row
 
 _BAD = "bold red"
+_NAMES = 12  # of what one file has and the other has not, so many are shown
 
 
 def _console() -> Console:
-    console = Console()
-    # A file or a pipe has no width; the tables need one that holds their columns.
-    return console if console.is_terminal else Console(width=160)
+    # Names have brackets, which are no markup. A file or a pipe has no width; the tables need one
+    # that holds their columns.
+    console = Console(markup=False)
+    return console if console.is_terminal else Console(width=160, markup=False)
 
 
 def show_header(console: Console, header: dict[str, Any]) -> None:
@@ -121,19 +123,30 @@ def _worst(rows: list[Row]) -> list[Row]:
     return list(worst.values())
 
 
+_TITLES = {
+    "output": "outputs: RMS difference from the model in float64, over its own RMS",
+    "output gradient": "the loss's gradients at outputs, in the order of the backward",
+    "gradient": "parameters' gradients that are out of their bands",
+}
+
+
 def show_model(header: dict[str, Any], report: dict[str, Any]) -> None:
     """Drift by layer, the first place out of its band, and the diagnoses."""
     console = _console()
     show_header(console, header)
     console.print(f"{report['path']}: {report['family']} in {report['dtype']}", highlight=False)
     labels = list(report["models"])
-    table = Table("module", title="RMS difference from the model in float64, over its own RMS")
-    for label in labels:
-        table.add_column(label, justify="right")
-    table.add_column("limit", justify="right")
-    for name, cells, limit in _drift_rows(report["models"]):
-        table.add_row(name, *cells, limit)
-    console.print(table)
+    for kind, title in _TITLES.items():
+        rows = list(_drift_rows(report["models"], kind))
+        if not rows:
+            continue
+        table = Table("module" if kind != "gradient" else "parameter", title=title)
+        for label in labels:
+            table.add_column(label, justify="right")
+        table.add_column("limit", justify="right")
+        for name, cells, limit in rows:
+            table.add_row(name, *cells, limit)
+        console.print(table)
     for label in labels:
         first = report["models"][label]["first_out_of_band"]
         text = f"first leaves its band at {first}" if first else "stays in its band"
@@ -152,17 +165,22 @@ def show_model(header: dict[str, Any], report: dict[str, Any]) -> None:
     console.print("agrees" if report["agrees"] else "differs", highlight=False)
 
 
-def _drift_rows(models: dict[str, Any]) -> Iterable[tuple[str, list[str], str]]:
+_ENDS = ("model.embed_tokens", "model.norm", "logits")
+
+
+def _drift_rows(models: dict[str, Any], kind: str) -> Iterable[tuple[str, list[str], str]]:
     """Layers, the ends and whatever is out of its band in one of the models."""
     by_name: dict[str, dict[str, dict[str, Any]]] = {}
     for label, model in models.items():
         for module in model["modules"]:
-            by_name.setdefault(module["name"], {})[label] = module
+            if module["kind"] == kind:
+                by_name.setdefault(module["name"], {})[label] = module
     for name, found in by_name.items():
-        parts = name.split(".")
+        module = name.removesuffix(".output.grad")
+        parts = module.split(".")
         layer = len(parts) == 3 and parts[1] == "layers"
         bad = any(not module["inside"] for module in found.values())
-        if layer or bad or name in ("model.embed_tokens", "model.norm", "logits"):
+        if layer or bad or module in _ENDS:
             cells = [
                 "" if label not in found else
                 f"{found[label]['error']:.2e}{'' if found[label]['inside'] else ' !'}"
@@ -186,14 +204,26 @@ def _show_training(console: Console, training: dict[str, Any]) -> None:
 
 
 def show_comparison(report: dict[str, Any]) -> None:
-    """Where two captures are apart, or the largest difference."""
+    """Where two captures are apart, or the largest difference; and what they do not share."""
     console = _console()
     for manifest in report["manifests"]:
         console.print(f"{manifest['model']} in {manifest['dtype']}", highlight=False)
         show_header(console, manifest)
+    for what, (first, second) in report["differing"].items():
+        if isinstance(first, dict) and isinstance(second, dict):
+            keys = [k for k in {**first, **second} if first.get(k) != second.get(k)]
+            first, second = ({k: d.get(k) for k in keys} for d in (first, second))
+        console.print(f"{what}: {first} and {second}", style="yellow", highlight=False)
+    for which in ("first", "second"):
+        names = report[f"only_in_{which}"]
+        if names:
+            shown = ", ".join(names[:_NAMES]) + (", ..." if len(names) > _NAMES else "")
+            console.print(
+                f"only in the {which}: {len(names)} ({shown})", style="yellow", highlight=False
+            )
     off = [row for row in report["tensors"] if not row["inside"]]
-    largest = max(report["tensors"], key=lambda row: row["error"])
+    largest = max(report["tensors"], key=lambda row: row["error"] / (row["tolerance"] or 1.0))
     for row in off or [largest]:
-        text = f"{row['name']}: {row['error']:.2e} (tolerance {report['tolerance']:.1e})"
-        console.print(text, style=_BAD if off else None, highlight=False)
+        text = f"{row['name']}: {row['error']:.2e} (tolerance {row['tolerance']:.1e}) {row['note']}"
+        console.print(text.rstrip(), style=_BAD if off else None, highlight=False)
     console.print("agrees" if report["agrees"] else "differs", highlight=False)
