@@ -139,9 +139,15 @@ def compare(loaded: Loaded, batch: Batch, *, grads: bool = False) -> dict[str, A
 
 
 def _summary(drifts: list[drift.Drift], loss: float | None = None) -> dict[str, Any]:
-    first = next((d.name for d in drifts if not d.inside), None)
-    modules = [{**asdict(d), "inside": d.inside} for d in drifts]
-    return {"first_out_of_band": first, "loss": loss, "modules": modules}
+    first = next((d for d in drifts if not d.inside), None)
+    where = () if first is None else first.by_position
+    return {
+        "first_out_of_band": first and first.name,
+        # The first position that is off; a parameter's gradient has none.
+        "first_position": next((i for i, e in enumerate(where) if not e <= first.limit), None),
+        "loss": loss,
+        "modules": [{**asdict(d), "inside": d.inside} for d in drifts],
+    }
 
 
 def validate(

@@ -4,9 +4,10 @@ import base64
 import html
 import io
 import json
-import math
 from collections.abc import Iterable
 from typing import Any
+
+from liger_validate import model_plots
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem }
@@ -22,13 +23,15 @@ def of_model(header: dict[str, Any], report: dict[str, Any]) -> str:
     parts = [_verdict(report["agrees"]), _header(header)]
     parts.append(f"<p>{html.escape(report['path'])}: {report['family']} in {report['dtype']}</p>")
     parts.append("<h2>Faults</h2>" + (_findings(report["findings"]) or "<p>None was found.</p>"))
-    rows = [(label, m["first_out_of_band"] or "stays in its band") for label, m in models.items()]
-    parts.append("<h2>Where drift leaves its band</h2>" + _table(("model", "first at"), rows))
-    parts.append("<h2>Drift by module</h2>" + _image(_by_module(models)))
-    parts.append("<h2>Drift by position</h2>" + _image(_by_position(models)))
-    parts.append("<h2>Errors of all modules</h2>" + _image(_histogram(models)))
+    rows = [(label, m["first_out_of_band"] or "stays in its band", _position(m), _loss(m))
+            for label, m in models.items()]  # fmt: skip
+    columns = ("model", "first at", "from position", "loss")
+    parts.append("<h2>Where drift leaves its band</h2>" + _table(columns, rows))
+    parts += [f"<h2>{title}</h2>{_image(plot)}" for title, plot in model_plots.of_model(report)]
     if "training" in report:
-        parts.append("<h2>Losses</h2>" + _image(_losses(report["training"])))
+        of = report["training"]["models"]
+        rows = [(label, m["first_out_of_band"] or "stays in its band") for label, m in of.items()]
+        parts.append(_table(("trained model", "first at"), rows))
     return _page("liger-validate model", parts)
 
 
@@ -86,11 +89,13 @@ def _findings(findings: list[dict[str, Any]]) -> str:
     return _table(columns, [[_short(f[c]) for c in columns] for f in findings]) if findings else ""
 
 
-def _figure(height: float = 3.6) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
+def _loss(model: dict[str, Any]) -> str:
+    return "" if model["loss"] is None else f"{model['loss']:.7g}"
 
-    figure = Figure(figsize=(9, height), layout="constrained")
-    return figure, figure.subplots()
+
+def _position(model: dict[str, Any]) -> str:
+    found = model["first_position"]
+    return "" if found is None else str(found)
 
 
 def _image(figure: Any) -> str:
@@ -100,78 +105,12 @@ def _image(figure: Any) -> str:
     return f"<img alt='plot' src='data:image/png;base64,{data}'>"
 
 
-def _positive(value: float | None) -> float:
-    """For a logarithmic axis: what is exact or infinite has no place on it."""
-    return value if value and math.isfinite(value) else math.nan
-
-
-def _outputs(model: dict[str, Any]) -> list[dict[str, Any]]:
-    return [m for m in model["modules"] if not m["name"].endswith(".grad")]
-
-
-def _by_module(models: dict[str, Any]) -> Any:
-    figure, axes = _figure(5.5)
-    # Models pass through different modules: what all of them have is the common axis.
-    common = [{m["name"] for m in _outputs(model)} for model in models.values()]
-    names = [m["name"] for m in _outputs(next(iter(models.values())))]
-    names = [name for name in names if all(name in found for found in common)]
-    for label, model in models.items():
-        found = {m["name"]: m for m in _outputs(model)}
-        axes.plot([_positive(found[name]["error"]) for name in names], "o-", ms=3, label=label)
-        if label == list(models)[-1]:
-            limits = [_positive(found[name]["limit"]) for name in names]
-            axes.plot(limits, "k--", lw=1, label=f"band of {label}")
-    axes.set_yscale("log")
-    axes.set_ylabel("RMS difference from float64, relative")
-    step = max(1, len(names) // 40)
-    short = [name.removeprefix("model.").replace("layers.", "") for name in names]
-    axes.set_xticks(range(0, len(names), step), short[::step], rotation=90, fontsize=7)
-    axes.legend()
-    return figure
-
-
-def _by_position(models: dict[str, Any]) -> Any:
-    figure, axes = _figure()
-    for label, model in models.items():
-        last = next((m for m in model["modules"] if m["name"] == "logits"), None)
-        if last is not None:
-            axes.plot([_positive(v) for v in last["by_position"]], "o-", ms=3, label=label)
-    axes.set_yscale("log")
-    axes.set_xlabel("position")
-    axes.set_ylabel("of the logits")
-    axes.legend()
-    return figure
-
-
-def _histogram(models: dict[str, Any]) -> Any:
-    figure, axes = _figure()
-    values = [
-        [math.log10(m["error"]) for m in model["modules"] if not math.isnan(_positive(m["error"]))]
-        for model in models.values()
-    ]
-    axes.hist(values, bins=20, label=list(models))
-    axes.set_xlabel("log10 of the RMS difference, relative")
-    axes.set_ylabel("modules and gradients")
-    axes.legend()
-    return figure
-
-
-def _losses(training: dict[str, Any]) -> Any:
-    figure, axes = _figure()
-    for label, model in training["models"].items():
-        axes.plot(model["losses"], "o-", ms=3, label=label)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    axes.legend()
-    return figure
-
-
 def _ratios(rows: list[dict[str, Any]]) -> Any:
-    figure, axes = _figure()
+    figure, axes = model_plots.figure()
     names = sorted({row["implementation"] for row in rows})
     ops = list(dict.fromkeys(row["op"] for row in rows))
     for name in names:
-        points = [(ops.index(r["op"]), _positive(r["rms"])) for r in rows
+        points = [(ops.index(r["op"]), model_plots.positive(r["rms"])) for r in rows
                   if r["implementation"] == name]  # fmt: skip
         shift = (names.index(name) - (len(names) - 1) / 2) * 0.15
         axes.plot([x + shift for x, _ in points], [y for _, y in points], "o", ms=3, label=name)

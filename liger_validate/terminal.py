@@ -148,8 +148,11 @@ def show_model(header: dict[str, Any], report: dict[str, Any]) -> None:
             table.add_row(name, *cells, limit)
         console.print(table)
     for label in labels:
-        first = report["models"][label]["first_out_of_band"]
+        first, position = (
+            report["models"][label][f"first_{x}"] for x in ("out_of_band", "position")
+        )
         text = f"first leaves its band at {first}" if first else "stays in its band"
+        text += f", from position {position}" if position is not None else ""
         console.print(f"{label} {text}", style=_BAD if first else None, highlight=False)
         if report["models"][label]["loss"] is not None:
             console.print(f"{label}: loss {report['models'][label]['loss']:.7g}", highlight=False)
@@ -186,7 +189,7 @@ def _drift_rows(models: dict[str, Any], kind: str) -> Iterable[tuple[str, list[s
                 f"{found[label]['error']:.2e}{'' if found[label]['inside'] else ' !'}"
                 for label in models
             ]  # fmt: skip
-            yield name, cells, f"{next(iter(found.values()))['limit']:.2e}"
+            yield name, cells, f"{min(m['limit'] for m in found.values()):.2e}"
 
 
 def _show_training(console: Console, training: dict[str, Any]) -> None:
