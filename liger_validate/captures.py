@@ -71,12 +71,14 @@ class Capture:
         """Fills in what the models spell differently, from what came next.
 
         Norms that a fused kernel stands for are not called. The embedding's multiplier is in its
-        module for some, and behind it for others.
+        module for some, and behind it for others. A router has two names.
         """
         for inputs, outputs in (
             (self.inputs, self.outputs),
             (self.input_gradients, self.output_gradients),
         ):
+            for name in [n for n in outputs if n.endswith(".mlp.router")]:
+                outputs[name.removesuffix("router") + "gate"] = outputs[name]
             if "model.layers.0" in inputs:
                 outputs["model.embed_tokens"] = inputs["model.layers.0"]
             for name in [n for n in inputs if n.endswith(".mlp")]:

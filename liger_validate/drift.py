@@ -6,7 +6,7 @@ as transformers' own model in the dtype is, and a floor.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from liger_validate.tensors import squares
 FACTOR = 3.0
 LEAST = 1e-3  # of the largest gradient: what smaller ones are measured by
 FLOOR_ULPS = {"float32": 8.0, "bfloat16": 0.5}
+
+CountedAt = Callable[[str], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -56,27 +58,30 @@ def _root_mean(sum_of_squares: float, size: int) -> float:
 
 
 def of_outputs(
-    capture: Capture, plain: Capture, exact: Capture, counted: np.ndarray
+    capture: Capture, plain: Capture, exact: Capture, counted_at: CountedAt
 ) -> list[Drift]:
-    """Of every module that was captured in all three, in the order of the forward."""
+    """Of every module that was captured in all three, in the order of the forward.
+
+    counted_at: (B, T) by module, True where tokens count.
+    """
     outputs = [c.outputs for c in (capture, plain, exact)]
-    return _at_modules(capture, outputs, list(exact.outputs), counted, "output")
+    return _at_modules(capture, outputs, list(exact.outputs), counted_at, "output")
 
 
 def of_output_gradients(
-    capture: Capture, plain: Capture, exact: Capture, counted: np.ndarray
+    capture: Capture, plain: Capture, exact: Capture, counted_at: CountedAt
 ) -> list[Drift]:
     """Of the loss's gradient at every such output, in the order of the backward."""
     gradients = [c.output_gradients for c in (capture, plain, exact)]
     names = [name for name in reversed(exact.outputs) if name in exact.output_gradients]
-    return _at_modules(capture, gradients, names, counted, "output gradient")
+    return _at_modules(capture, gradients, names, counted_at, "output gradient")
 
 
 def _at_modules(
     capture: Capture,
     arrays: list[dict[str, np.ndarray]],
     names: list[str],
-    counted: np.ndarray,
+    counted_at: CountedAt,
     kind: str,
 ) -> list[Drift]:
     """arrays: of the model, the plain one and the exact one, by name."""
@@ -85,9 +90,9 @@ def _at_modules(
         scales = {name: _root_mean(squares(a), a.size) for name, a in arrays[2].items()}
     least = LEAST * max(scales.values(), default=0.0)
     for name in names:
-        given = [of.get(name) for of in arrays]
+        given, counted = [of.get(name) for of in arrays], counted_at(name)
         sizes = {None if a is None else a.size for a in given}
-        if len(sizes) > 1 or given[2] is None or given[2].size % counted.size:
+        if len(sizes) > 1 or given[2] is None or given[2].size % counted.size or not counted.any():
             continue  # experts' rows are not those of tokens
         actual, base, wanted = (
             float64(a).reshape(*counted.shape, -1) for a in given if a is not None

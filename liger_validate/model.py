@@ -14,6 +14,7 @@ from liger_validate import backward_stations, captures, captures_flax, drift
 from liger_validate.batches import Batch, read
 from liger_validate.captures import Capture
 from liger_validate.diagnosis import findings
+from liger_validate.routing import Routing
 from liger_validate.stations import stations
 from liger_validate.subject import Subject
 
@@ -124,14 +125,17 @@ def compare(loaded: Loaded, batch: Batch, *, grads: bool = False) -> dict[str, A
     of_gradients = drift.of_gradients(of, exact, BESIDE)
     for label, capture in of.items():
         plain = of[BESIDE[label]]
-        drifts = drift.of_outputs(capture, plain, exact, batch.counted)
-        drifts += drift.of_output_gradients(capture, plain, exact, batch.counted)
-        drifts += of_gradients[label]
+        routing = Routing(exact, [capture, plain], loaded.config, batch.counted)
+        drifts = drift.of_outputs(capture, plain, exact, routing.counted_at)
+        if not routing.flips:  # a token's gradients go wherever it is seen
+            drifts += drift.of_output_gradients(capture, plain, exact, routing.counted_at)
+            drifts += of_gradients[label]
         subject = Subject(loaded.config, loaded.weights, batch, capture)
         every = itertools.chain(stations(subject), backward_stations.stations(subject))
         off = findings(every, label, capture.dtype, batch.counted)
         report["findings"] += [asdict(finding) for finding in off]
         report["models"][label] = _summary(drifts, capture.loss)
+        report["models"][label]["routed_otherwise"] = routing.flips
     report["agrees"] = not report["findings"] and all(
         model["first_out_of_band"] is None for model in report["models"].values()
     )

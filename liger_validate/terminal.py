@@ -154,6 +154,13 @@ def show_model(header: dict[str, Any], report: dict[str, Any]) -> None:
         text = f"first leaves its band at {first}" if first else "stays in its band"
         text += f", from position {position}" if position is not None else ""
         console.print(f"{label} {text}", style=_BAD if first else None, highlight=False)
+        flips = report["models"][label]["routed_otherwise"]
+        if flips:
+            text = (
+                f"{label}: {flips} tokens went to other experts that were nearly alike; where they "
+            )
+            text += "are seen, nothing is compared with float64"
+            console.print(text, style="yellow", highlight=False)
         if report["models"][label]["loss"] is not None:
             console.print(f"{label}: loss {report['models'][label]['loss']:.7g}", highlight=False)
     for finding in report["findings"]:
