@@ -7,7 +7,7 @@ import numpy as np
 
 from liger_validate import formulas
 from liger_validate.formulas import float64
-from liger_validate.subject import Formula, Station, Subject, usual
+from liger_validate.subject import Faults, Station, Subject, usual
 
 THETAS = (1e4, 1e5, 1.5e5, 5e5, 1e6, 2e6, 5e6, 1e7)
 
@@ -33,7 +33,7 @@ def _angles_of(s: Subject, kind: str) -> Station:
 
     steps = np.broadcast_to(np.arange(positions.shape[1]), positions.shape)
     exponents = -np.arange(0, own.rotary_dim, 2) / own.rotary_dim
-    faults: list[tuple[str, str, Formula]] = [
+    faults: Faults = [
         ("position offset", f"positions are off by {shift}", lambda n=shift: formula(n))
         for shift in (-2, -1, 1, 2)
     ]
@@ -69,7 +69,7 @@ def attention(s: Subject, name: str, layer: Any) -> Iterator[Station]:
     def formula(**changed: Any) -> np.ndarray:
         return formulas.attention(*heads, **{**own, **changed})
 
-    faults: list[tuple[str, str, Formula]] = []
+    faults: Faults = []
     if angles is not None:
         cos, sin = angles
         half = cos.shape[-1] // 2

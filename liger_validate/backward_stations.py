@@ -6,7 +6,7 @@ is. Between places, a gradient is the sum of those of all that uses the value.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,10 @@ from liger_ops.swiglu import oracle as swiglu_oracle
 from liger_validate import formulas
 from liger_validate.attention_stations import heads_of, settings_of
 from liger_validate.formulas import rounded
-from liger_validate.subject import Formula, Station, Subject
+from liger_validate.subject import Faults, Formula, Station, Subject
 
 # What a gradient is the sum of: a name to show and the array, which may be missing.
 Terms = list[tuple[str, np.ndarray | None]]
-Faults = list[tuple[str, str, Formula]]
 RESIDUAL = "the residual"
 
 
@@ -77,8 +76,9 @@ def _layer(s: Subject, name: str, layer: Any) -> Iterator[Station]:
     if before_attention:
         yield from _sum(s, before_attention, out_of(before_attention), [(attn, into(attn))])
         yield from _norm(s, before_attention)
-    middle = None if through is None else d_out + through
-    yield from _sum(s, f"{name}, input", into(name), [(RESIDUAL, middle), (first, into(first))])
+    # Past the whole layer, and past attention alone, which a residual that is detached there lacks.
+    parts = [(RESIDUAL, d_out), (before_mlp or mlp, through), (first, into(first))]
+    yield from _sum(s, f"{name}, input", into(name), parts, [(0, 1)])
 
 
 def _mlp(s: Subject, name: str) -> Iterator[Station]:
@@ -114,42 +114,42 @@ def _station(name: str, kind: str, actual: np.ndarray, formula: Formula, faults:
     """With the faults that any gradient may have."""
     formula = functools.cache(formula)
 
-    def scaled() -> np.ndarray:
-        return _ratio(actual, formula()) * formula()
+    def ratio() -> float:
+        wanted = formula().reshape(-1)
+        return float(actual.reshape(-1) @ wanted / max(wanted @ wanted, 1e-300))
 
     faults = [*faults]
     if not actual.any():
         faults.append(("detached", "no gradient comes here", lambda: np.zeros_like(actual)))
     else:
-        factor = f"times {_ratio(actual, formula()):.4g}"
-        faults.append(("gradient scale", f"the gradient is {factor}", scaled))
+        faults.append(("gradient scale", lambda: f"the gradient is times {ratio():.3g}",
+                       lambda: ratio() * formula()))  # fmt: skip
     return Station(f"{name} (backward)", f"{kind}, backward", actual, formula, faults)
 
 
-def _ratio(actual: np.ndarray, wanted: np.ndarray) -> float:
-    actual, wanted = actual.reshape(-1), wanted.reshape(-1)
-    return float(actual @ wanted / max(wanted @ wanted, 1e-300))
-
-
-def _sum(s: Subject, name: str, actual: np.ndarray | None, terms: Terms) -> Iterator[Station]:
-    """The gradient of a value that all of `terms` use."""
+def _sum(
+    s: Subject,
+    name: str,
+    actual: np.ndarray | None,
+    terms: Terms,
+    residuals: Iterable[tuple[int, ...]] = (),
+) -> Iterator[Station]:
+    """The gradient of a value that all of `terms` use; `residuals` may be missing together."""
     arrays = [term for _, term in terms if term is not None]
     if actual is None or not arrays or len(arrays) < len(terms):
         return
 
-    def formula(without: int | None = None) -> np.ndarray:
-        total = np.zeros(actual.shape)
-        for i, array in enumerate(arrays):
-            total += 0.0 if i == without else array.reshape(actual.shape)
-        return total
+    def formula(without: tuple[int, ...] = ()) -> np.ndarray:
+        kept = [a.reshape(actual.shape) for i, a in enumerate(arrays) if i not in without]
+        return sum(kept, np.zeros(actual.shape))
 
+    missing = [(i,) for i in range(len(terms))] if len(terms) > 1 else []
     faults: Faults = []
-    if len(terms) > 1:
-        for i, (shown, _) in enumerate(terms):
-            kind = "detached residual" if shown == RESIDUAL else "detached"
-            faults.append(
-                (kind, f"what comes from {shown} is missing", lambda i=i: formula(without=i))
-            )
+    for which in (*missing, *residuals):
+        names = " and ".join(terms[i][0] for i in which)
+        kind = "detached residual" if terms[which[0]][0] == RESIDUAL else "detached"
+        detail = f"what comes from {names} is missing"
+        faults.append((kind, detail, lambda which=which: formula(which)))
     yield _station(name, "sum", actual, formula, faults)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -95,6 +96,8 @@ def _names(text: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     arguments = parser().parse_args(argv)
+    # Both frameworks share the card: JAX takes what it needs, and not most of it at once.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
         return _COMMANDS[arguments.command](arguments)
     except Exception as error:

@@ -72,11 +72,12 @@ def findings(
             (error_of(station.actual, formula(), counted), name, detail)
             for name, detail, formula in station.faults
         ]
-        best = min(tried, default=(np.inf, "", ""))
+        best = min(tried, default=(np.inf, "", ""), key=lambda fault: fault[0])
         left: float | None = None
         diagnosis, detail = "unknown", "none of the faults that were tried explains it"
         if best[0] <= max(band, 1e-12) and best[0] <= EXPLAINS * error:
-            left, diagnosis, detail = best
+            left, diagnosis, found_detail = best
+            detail = found_detail if isinstance(found_detail, str) else found_detail()
         found.append(
             Finding(model, station.name, station.kind, error, band, diagnosis, detail, left)
         )

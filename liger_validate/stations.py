@@ -13,7 +13,7 @@ import numpy as np
 from liger_validate import attention_stations, formulas
 from liger_validate.captures import LOGITS
 from liger_validate.formulas import float64, rounded
-from liger_validate.subject import Formula, Station, Subject, usual
+from liger_validate.subject import Faults, Station, Subject, usual
 
 EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
@@ -64,7 +64,7 @@ def _embedding(s: Subject) -> Iterator[Station]:
     if config.family.scaled_embedding:
         factor = float(rounded(np.asarray(factor), dtype))
     formula = lambda f=factor: rounded(table[s.batch.ids] * f, dtype)  # noqa: E731
-    faults: list[tuple[str, str, Formula]] = []
+    faults: Faults = []
     for other, detail in (
         (1.0, "the embedding without its multiplier"),
         (config.hidden_size**0.5, "the embedding times sqrt(D)"),
@@ -91,7 +91,7 @@ def _norm(s: Subject, name: str) -> Iterator[Station]:
 
     offset, order = 1.0 - own["offset"], "gemma" if own["casting"] == "llama" else "llama"
     ones = np.full_like(weight, 1.0 - own["offset"])
-    faults: list[tuple[str, str, Formula]] = [
+    faults: Faults = [
         ("norm offset", f"{offset:g} is added to the weight instead of {own['offset']:g}",
          lambda: formula(offset=offset)),
         ("cast order", f"it rounds as {order!r} does", lambda: formula(casting=order)),
@@ -164,7 +164,7 @@ def _row_orders(head_dim: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return (heads + one).reshape(-1), (heads + np.argsort(one)).reshape(-1)
 
 
-def _precisions(x, weight, formula, dtype) -> list[tuple[str, str, Formula]]:
+def _precisions(x, weight, formula, dtype) -> Faults:
     if dtype != "float32":
         return []
     tf32 = formulas.rounded_to_tf32
@@ -182,9 +182,7 @@ def _gated(s: Subject, name: str) -> Iterator[Station]:
         return
     dtype, own = s.capture.dtype, s.config.activation
     formula = lambda g=gate, u=up, a=own: formulas.gated(g, u, a, dtype)  # noqa: E731
-    faults: list[tuple[str, str, Formula]] = [
-        ("swapped gate/up", "the activation is of up", lambda: formula(up, gate))
-    ]
+    faults: Faults = [("swapped gate/up", "the activation is of up", lambda: formula(up, gate))]
     faults += [
         ("activation", f"the activation is {other} and not {own}", lambda a=other: formula(a=a))
         for other in ("silu", "gelu_tanh", "gelu")
@@ -216,7 +214,7 @@ def _residual(s: Subject, name: str, attn: str, mlp: str) -> Iterator[Station]:
         middle = rounded(x + rounded(factor * first, dtype), dtype)
         return rounded(middle + rounded(factor * second, dtype), dtype)
 
-    faults: list[tuple[str, str, Formula]] = []
+    faults: Faults = []
     if own != 1.0:
         faults.append(("scale", "the residual multiplier is left out", lambda: formula(1.0)))
     faults.append(("residual", "what attention gave is not added",

@@ -11,6 +11,8 @@ from liger_validate.captures import Capture
 from liger_validate.formulas import float64
 
 Formula = Callable[[], np.ndarray]
+Detail = str | Callable[[], str]
+Faults = list[tuple[str, Detail, Formula]]
 
 
 @dataclass
@@ -24,7 +26,7 @@ class Station:
     kind: str
     actual: np.ndarray
     formula: Formula
-    faults: list[tuple[str, str, Formula]] = field(default_factory=list)
+    faults: Faults = field(default_factory=list)
 
 
 @dataclass(frozen=True)

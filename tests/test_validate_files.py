@@ -34,14 +34,15 @@ def test_two_captures_agree_and_a_changed_weight_is_found(folder, tmp_path, caps
     for out, label in ((theirs, "jax_liger"), (ours, "transformers")):
         arguments = ["capture", str(folder), "--model", label, "--out", str(out)]
         assert cli.main(arguments) == 0, capsys.readouterr()
-    capture, batch, manifest = files.read(ours)
+    capture, inputs, manifest = files.read(ours)
     assert manifest["model"] == "transformers" and manifest["versions"]["torch"]
-    assert manifest["precision"]["torch_means"] == "highest" and batch.ids.shape == (2, 32)
-    assert cli.main(["compare", str(ours), str(theirs)]) == 0
+    assert manifest["precision"]["torch_means"] == "highest"
+    assert inputs["input_ids"].shape == (2, 32)
+    assert cli.main(["compare", str(ours), str(theirs), "--common"]) == 0
     assert "agrees" in capsys.readouterr().out
 
     capture.outputs["model.layers.1.mlp"] = capture.outputs["model.layers.1.mlp"] * 1.01
-    files.write(wrong, capture, batch, manifest)
+    files.write(wrong, capture, inputs, manifest)
     assert cli.main(["compare", str(ours), str(wrong)]) == 1
     assert "model.layers.1.mlp: 1.00e-02" in capsys.readouterr().out
     assert cli.main(["compare", str(ours), str(wrong), "--tolerance", "0.02"]) == 0
@@ -51,9 +52,10 @@ def test_two_captures_agree_and_a_changed_weight_is_found(folder, tmp_path, caps
 
 def test_the_page_of_a_model_stands_alone(folder, tmp_path):
     file = tmp_path / "page.html"
-    assert cli.main(["model", str(folder), "--html", str(file)]) == 0
+    arguments = ["model", str(folder), "--grads", "--steps", "2", "--html", str(file)]
+    assert cli.main(arguments) == 0
     page = file.read_text()
-    assert len(images_of(page)) == 3
+    assert len(images_of(page)) == 7
     assert all(image.startswith(b"\x89PNG") and len(image) > 5000 for image in images_of(page))
     assert not re.search(r"(src|href)='?\"?http", page)
     assert "Agrees." in page and "None was found." in page

@@ -4,19 +4,22 @@ A fault is planted in one of the three models after loading; the checkpoint stay
 """
 
 import dataclasses
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 from flax import nnx
 
 import model_cases
 from jax_liger.models import decoder
+from jax_liger.nnx import RMSNorm
 from jax_liger.rotary import rope
 from liger_validate.batches import Batch
-from liger_validate.model import FLAX, PLAIN
+from liger_validate.model import FLAX, PATCHED, PLAIN
 from model_cases import CASES, Case
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, max_position_embeddings=64)
@@ -41,6 +44,26 @@ CHECKPOINTS = {
     "gemma2": small("gemma2", query_pre_attn_scalar=24, sliding_window=7),
     "granite": small("granite"),
     "phi3": small("phi3"),
+}
+# All families; beside those above, with no fault planted in them.
+CLEAN = CHECKPOINTS | {
+    "llama 3, square, with biases": small(
+        "llama 3, square, with biases", max_position_embeddings=128
+    ),
+    "qwen2, sliding from layer 1": small("qwen2, sliding from layer 1", sliding_window=7),
+    "qwen3": small("qwen3", head_dim=16),
+    "phi3, longrope in half of a head": small(
+        "phi3, longrope in half of a head",
+        rope_parameters=model_cases.LONGROPE | {"short_factor": [1.0, 1.2], "long_factor": [2, 3]},
+        max_position_embeddings=1024,
+        original_max_position_embeddings=LENGTH // 2,
+    ),
+    "gemma": small("gemma"),
+    "gemma3": small("gemma3", sliding_window=7),
+    "olmo2": small("olmo2"),
+    "smollm3": small("smollm3"),
+    "mixtral": small("mixtral"),
+    "qwen3 moe": small("qwen3 moe"),
 }
 
 
@@ -259,5 +282,140 @@ FAULTS = {
     ),
     "theta of no usual size": Fault(
         "llama", PLAIN, "model.rotary_emb (full_attention)", "wrong theta", _odd_theta, "12345"
+    ),
+}  # fmt: skip
+
+
+class _Scaled(torch.autograd.Function):
+    """x going forward, and a factor going back."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return ctx.factor * gradients[0], None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _scaled(x, factor):
+    return x
+
+
+_scaled.defvjp(lambda x, factor: (x, None), lambda factor, _, g: (factor * g,))
+
+
+def _scaled_behind(name, factor):
+    """What this module of PyTorch returns has a gradient that is off by a factor."""
+
+    def plant(model, patch):
+        def hook(module, args, output):
+            if isinstance(output, tuple):
+                return _Scaled.apply(output[0], factor), *output[1:]
+            return _Scaled.apply(output, factor)
+
+        model.get_submodule(name).register_forward_hook(hook)
+
+    return plant
+
+
+def _flax_calls(kind, change):
+    """Flax's modules of this class compute by `change(call, self, args)`."""
+
+    def plant(model, patch):
+        call = kind.__call__
+        patch.setattr(kind, "__call__", lambda self, *args: change(call, self, args))
+
+    return plant
+
+
+def _detached_residual(call, self, args):
+    """Of all layers: what goes past attention and the feed-forward part has no gradient."""
+    x, *rest = args
+    still = jax.lax.stop_gradient(x)
+    out, cache = call(self, x, *rest)
+    return out - x + still, cache
+
+
+def _detached_before_attention(model, patch):
+    layer = _torch_layer(model, 1)
+
+    def forward(hidden_states, **kwargs):
+        h, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+        h = hidden_states.detach() + h
+        return h + layer.mlp(layer.post_attention_layernorm(h))
+
+    layer.forward = forward
+
+
+def _constant_size(model, patch):
+    """A norm of PyTorch whose backward takes the size for a constant."""
+    norm = model.model.layers[1].post_attention_layernorm
+
+    def forward(x):
+        size = x.detach().pow(2).mean(-1, keepdim=True) + norm.variance_epsilon
+        return norm.weight * (x * torch.rsqrt(size))
+
+    norm.forward = forward
+
+
+def _not_turned_back(model, patch):
+    """The rotation of Flax has the identity for its gradient."""
+
+    @jax.custom_vjp
+    def turned(q, k, cos, sin):
+        return rope(q, k, cos, sin)
+
+    turned.defvjp(
+        lambda *args: (turned(*args), args[2:]),
+        lambda kept, gs: (*gs, *(jnp.zeros_like(a) for a in kept)),
+    )
+    patch.setattr(decoder, "rope", lambda *args, **_: turned(*args))
+
+
+def _detached_values(model, patch):
+    projection = model.model.layers[0].self_attn.v_proj
+    projection.register_forward_hook(lambda module, args, output: output.detach())
+
+
+# The forward is right. Each is found at the place whose backward is off.
+BACKWARD_FAULTS = {
+    "gradient of a projection": Fault(
+        "llama", PATCHED, "model.layers.1.mlp.down_proj (backward)", "gradient scale",
+        _scaled_behind("model.layers.1.mlp.down_proj", 0.5), "times 0.5",
+    ),
+    "gradient of attention": Fault(
+        "llama", PLAIN, "model.layers.0.self_attn.o_proj (backward)", "gradient scale",
+        _scaled_behind("model.layers.0.self_attn", 1.02), "times 1.02",
+    ),
+    "gradient in bfloat16": Fault(
+        "llama", PATCHED, "model.layers.0.mlp.up_proj (backward)", "gradient scale",
+        _scaled_behind("model.layers.0.mlp.up_proj", 1.5), "times 1.5", dtype="bfloat16",
+    ),
+    "gradient of a norm in Flax": Fault(
+        "llama", FLAX, "model.norm (backward)", "gradient scale",
+        _flax_calls(RMSNorm, lambda call, self, args: _scaled(call(self, *args), -1.0)), "times -1",
+    ),
+    "detached residual": Fault(
+        "llama", FLAX, "model.layers.1, input (backward)", "detached residual",
+        _flax_calls(decoder.Block, _detached_residual), "the residual is missing",
+    ),
+    "residual detached before attention": Fault(
+        "llama", PLAIN, "model.layers.1, input (backward)", "detached residual",
+        _detached_before_attention, "the residual and model.layers.1.post_attention_layernorm is",
+    ),
+    "the size of a norm": Fault(
+        "llama", PLAIN, "model.layers.1.post_attention_layernorm (backward)", "norm backward",
+        _constant_size,
+    ),
+    "rotation not undone": Fault(
+        "llama", FLAX, "model.layers.1.self_attn.core, k (backward)", "rotation missing",
+        _not_turned_back, "not rotated back",
+    ),
+    "detached values": Fault(
+        "llama", PLAIN, "model.layers.0.self_attn.core, v (backward)", "detached",
+        _detached_values, "no gradient",
     ),
 }  # fmt: skip
