@@ -11,12 +11,11 @@ What is no array is skipped, and so are arrays within a transformation, such as 
 they have no values: the capture says which.
 """
 
-import dataclasses
 import importlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,12 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from liger_ops.drawing import DTYPES
 from liger_validate.captures import Capture, Later
 from liger_validate.hooks import nnx_calls, torch_calls
+from liger_validate.nested import array_of_jax, array_of_torch, dtype_of, leaves, suffix
 
 MODEL = "(model)"
-KEPT = ("f", "i", "u", "b")  # kinds of NumPy's dtypes that a file takes as they are
 
 
 class _Names:
@@ -82,13 +80,13 @@ def capture_torch(
     """
     import torch
 
-    capture = Capture(label or type(model).__qualname__, _dtype_of(model.parameters()))
+    capture = Capture(label or type(model).__qualname__, dtype_of(model.parameters()))
     names, met = _Names(), {}
     gradients: dict[str, Any] = {}
 
     def after(module, args, kwargs, output):
-        for name, value in _leaves(output, names.next(module)):
-            array, why = _array_of_torch(value)
+        for name, value in leaves(output, names.next(module)):
+            array, why = array_of_torch(value)
             if array is None:
                 capture.skipped[name] = why
                 continue
@@ -111,8 +109,8 @@ def capture_torch(
             if not value.requires_grad:
                 raise ValueError("nothing that the loss is made of asks for a gradient")
             wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
-            leaves = [v for _, v in _leaves((args, kwargs), "") if getattr(v, "requires_grad", 0)]
-            found = torch.autograd.grad(value, [*wanted.values(), *leaves], allow_unused=True)
+            given = [v for _, v in leaves((args, kwargs), "") if getattr(v, "requires_grad", 0)]
+            found = torch.autograd.grad(value, [*wanted.values(), *given], allow_unused=True)
             capture.loss = value.item()
             of_parameters = dict(zip(wanted, found, strict=False))
             capture.gradients = Later(
@@ -128,7 +126,7 @@ def capture_torch(
         if type(module).forward is not torch.nn.Module.forward
     }
     capture.skipped |= names.never(callable_)
-    _write(path, capture, inputs, _array_of_torch, seed, "torch", model.training)
+    _write(path, capture, inputs, array_of_torch, seed, "torch", model.training)
     return capture
 
 
@@ -136,7 +134,7 @@ def _gradient(gradient: Any, shape: Any, dtype: Any) -> np.ndarray:
     import torch
 
     found = torch.zeros(shape, dtype=dtype) if gradient is None else gradient
-    array, why = _array_of_torch(found.to_dense() if found.is_sparse else found)
+    array, why = array_of_torch(found.to_dense() if found.is_sparse else found)
     assert array is not None, why
     return array
 
@@ -166,7 +164,7 @@ def capture_nnx(
 
     graph, parameters, rest = nnx.split(model, trained, ...)
     flat = {".".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(parameters)}
-    capture = Capture(label or type(model).__qualname__, _dtype_of(flat.values()))
+    capture = Capture(label or type(model).__qualname__, dtype_of(flat.values()))
     args, kwargs = _arguments(inputs)
 
     def run(parameters: Any, at: Callable[[str, Any], Any]) -> tuple[Any, _Names]:
@@ -174,18 +172,18 @@ def capture_nnx(
 
         def after(module, args, kwargs, output):
             name = names.next(module)
-            leaves, structure = jax.tree.flatten_with_path(
+            found, structure = jax.tree.flatten_with_path(
                 output, is_leaf=lambda x: x is None or isinstance(x, nnx.Module)
             )
             return jax.tree.unflatten(
-                structure, [at(name + _suffix(path), leaf) for path, leaf in leaves]
+                structure, [at(name + suffix(path), leaf) for path, leaf in found]
             )
 
         with nnx_calls(copy, after):
             return copy(*args, **kwargs), names
 
     def keep(name: str, value: Any) -> Any:
-        array, why = _array_of_jax(value)
+        array, why = array_of_jax(value)
         if array is None:
             capture.skipped[name] = why
         else:
@@ -214,7 +212,7 @@ def capture_nnx(
              for path, v in nnx.to_flat_state(of_parameters)}
         )  # fmt: skip
         capture.output_gradients = {name: np.asarray(at[name]) for name in zeros}
-    _write(path, capture, inputs, _array_of_jax, seed, "jax", None)
+    _write(path, capture, inputs, array_of_jax, seed, "jax", None)
     return capture
 
 
@@ -256,87 +254,21 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, tuple) else (inputs,)), {}
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What nested tuples, lists, dicts and dataclasses hold."""
-    if isinstance(value, Mapping):
-        pairs = list(value.items())
-    elif isinstance(value, (tuple, list)):
-        pairs = list(enumerate(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        pairs = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-    else:
-        yield name, value
-        return
-    for key, part in pairs:
-        yield from _leaves(part, f"{name}[{key}]")
-
-
-def _suffix(path: tuple[Any, ...]) -> str:
-    """Of JAX's path, as `_leaves` has it."""
-    found = []
-    for entry in path:
-        key = next(getattr(entry, a) for a in ("key", "idx", "name") if hasattr(entry, a))
-        found.append(f"[{key}]")
-    return "".join(found)
-
-
 def _loss_of(output: Any, loss: Any, array: type, floating: Callable[[Any], bool]) -> Any:
     if loss is not None:
-        value = loss(output)
-    elif isinstance(output, array):
-        value = output
-    else:
-        has = output.get("loss") if isinstance(output, Mapping) else None
-        value = getattr(output, "loss", None) if has is None else has
-    if loss is None and (value is None or value.ndim):
-        arrays = [x for _, x in _leaves(output, "") if isinstance(x, array) and floating(x)]
-        if not arrays:
-            raise ValueError("the model returns no array that a loss could be made of; pass one")
-        value = sum((x * x).mean() for x in arrays)  # type: ignore[attr-defined]
-    if value.ndim:
-        raise ValueError(f"the loss must be a scalar; got the shape {tuple(value.shape)}")
-    return value
-
-
-def _dtype_of(arrays: Any) -> str:
-    """The dtype of most parameters; float32 where there are none."""
-    sizes: Counter[str] = Counter()
-    for a in arrays:
-        sizes[str(a.dtype).removeprefix("torch.")] += int(np.prod(a.shape))
-    return sizes.most_common(1)[0][0] if sizes else "float32"
-
-
-def _array_of_torch(value: Any) -> tuple[np.ndarray | None, str]:
-    """A copy, since an operation in place may follow; or None and why there is none."""
-    import torch
-
-    from liger_validate.tensors import from_torch
-
-    if not isinstance(value, torch.Tensor):
-        return None, f"{type(value).__name__} is no tensor"
-    if value.layout != torch.strided or value.is_nested or value.is_quantized or value.is_meta:
-        return None, f"a tensor with the layout {value.layout} on {value.device}"
-    value = value.detach().clone()
-    if value.is_complex():
-        value = torch.view_as_real(value.resolve_conj())
-    return from_torch(value.float() if "float8" in str(value.dtype) else value), ""
-
-
-def _array_of_jax(value: Any) -> tuple[np.ndarray | None, str]:
-    import jax
-
-    if isinstance(value, jax.core.Tracer):
-        return None, "it is within a transformation"
-    if not isinstance(value, (jax.Array, np.ndarray)):
-        return None, f"{type(value).__name__} is no array"
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return None, "a random key"
-    found = np.array(value)
-    if found.dtype.kind == "c":
-        return np.stack([found.real, found.imag], -1), ""
-    if found.dtype.kind in KEPT or found.dtype == DTYPES["bfloat16"]:
-        return found, ""
-    return found.astype(np.float32), ""
+        value: Any = loss(output)
+        if value.ndim:
+            raise ValueError(f"the loss must be a scalar; got the shape {tuple(value.shape)}")
+        return value
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    for value in (output, found):
+        if isinstance(value, array) and not value.ndim:  # type: ignore[attr-defined]
+            return value
+    squares = [(x * x).mean() for _, x in leaves(output, "")
+               if isinstance(x, array) and floating(x)]  # type: ignore[attr-defined]  # fmt: skip
+    if not squares:
+        raise ValueError("the model returns no array that a loss could be made of; pass one")
+    return sum(squares)
 
 
 def _write(path, capture, inputs, array_of, seed, framework, training) -> None:
@@ -347,7 +279,7 @@ def _write(path, capture, inputs, array_of, seed, framework, training) -> None:
     given = {}
     args, kwargs = _arguments(inputs)
     for key, value in [*((str(i), a) for i, a in enumerate(args)), *kwargs.items()]:
-        for name, leaf in _leaves(value, key):
+        for name, leaf in leaves(value, key):
             array, why = array_of(leaf)
             if array is None:
                 capture.skipped[f"inputs/{name}"] = why

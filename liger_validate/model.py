@@ -144,11 +144,11 @@ def compare(loaded: Loaded, batch: Batch, *, grads: bool = False) -> dict[str, A
 
 def _summary(drifts: list[drift.Drift], loss: float | None = None) -> dict[str, Any]:
     first = next((d for d in drifts if not d.inside), None)
-    where = () if first is None else first.by_position
+    # The first position that is off; a parameter's gradient has none.
+    off = [] if first is None else [i for i, e in enumerate(first.by_position) if e > first.limit]
     return {
         "first_out_of_band": first and first.name,
-        # The first position that is off; a parameter's gradient has none.
-        "first_position": next((i for i, e in enumerate(where) if not e <= first.limit), None),
+        "first_position": off[0] if off else None,
         "loss": loss,
         "modules": [{**asdict(d), "inside": d.inside} for d in drifts],
     }
