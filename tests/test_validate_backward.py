@@ -55,7 +55,7 @@ def test_a_clean_checkpoint_raises_no_alarm(folder, name, dtype):
             assert "mix" in name or "moe" in name
             continue
         backward = [m["name"] for m in kinds["output gradient"]]
-        assert backward[0] == "model.norm.output.grad"
+        assert "model.norm.output.grad" in backward[:2]  # PyTorch has `lm_head` before it
         assert backward[-1] == "model.embed_tokens.output.grad"
         assert len(backward) == len(kinds["output"]) - 1  # the loss does without logits
         assert len(kinds["gradient"]) >= 2 * 7
