@@ -61,24 +61,23 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         sys.exit("benchmarks/training.py needs an NVIDIA GPU, and torch sees none")
-    rows = []
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": versions(),
+        "rows": [],
+    }
     for row in WORKS[args.work](args.only.split(",") if args.only else None):
-        rows.append(row)
+        result["rows"].append(row)
         print(
             f"{row['work']:11} {row['implementation']:28} {row['tokens_per_second']:9.0f} tok/s"
             f"  {row['gibibytes']:6.1f} GiB  mfu {row['mfu']:.3f}  loss {row['loss']:.3f}"
             + (f"  GPU busy {row['gpu_utilization']:.1f} %" if "gpu_utilization" in row else ""),
             flush=True,
         )
-    if args.out:
-        result = {
-            "device": torch.cuda.get_device_name(),
-            "command": shlex.join(["python", *sys.argv]),
-            "versions": versions(),
-            "rows": rows,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        if args.out:  # with each row, so that what was measured is kept where a later one ends it
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def full_torch(only: list[str] | None) -> Iterator[Row]:

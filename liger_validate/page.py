@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import json
+import math
 from collections.abc import Iterable
 from typing import Any
 
