@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import model_cases
-from jax_liger.models import Cache, from_pretrained
+from jax_liger.models import Cache, from_pretrained, loss_fn
+from jax_liger.models.sharding import batch_sharding, make_mesh, rules_for
 from model_cases import CASES, gradients, with_config
 
 pytestmark = pytest.mark.gpu
@@ -45,3 +46,24 @@ def test_a_prompt_into_the_cache(name, tmp_path):
     want = jax.jit(lambda m, i: m(i))(model, ids)
     got, _ = jax.jit(lambda m, i, c: m(i, cache=c))(model, ids, Cache.empty(model.config, 2, 256))
     assert model_cases.relative(got, want).max() < 0.03
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason=f"needs two GPUs, JAX has {jax.devices()}")
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_two_gpus_equal_one(name, axis, tmp_path):
+    """With the kernels, and with the head's classes split where the axis is tensor."""
+    case = CASES[name]
+    case = model_cases.Case(case.model_type, case.config | {"vocab_size": 96})
+    model_cases.checkpoint(case, tmp_path)
+    batch = {"input_ids": model_cases.tokens(vocab=96)}
+    want = gradients(from_pretrained(tmp_path, implementation="pallas"), batch)
+    mesh = make_mesh(**{axis: 2}, devices=jax.devices()[:2])
+    model = from_pretrained(tmp_path, mesh=mesh, rules=rules_for(mesh), implementation="pallas")
+    with jax.set_mesh(mesh):
+        split = "tensor" if axis == "tensor" else None
+        function = lambda model, batch: loss_fn(model, batch, vocab_mesh_axis=split)  # noqa: E731
+        got = jax.jit(jax.value_and_grad(function))(
+            model, jax.device_put(batch, batch_sharding(mesh))
+        )
+    model_cases.assert_close(got, want, 1e-4)
