@@ -91,8 +91,23 @@ def run_torch(settings, inputs, upstream, out_axis=0):
     return [from_torch(t) for t in (*y, *gradients)]
 
 
-def drawn(case):
-    """Inputs, upstream gradients in the product's dtype, and the oracle's results."""
+def oracle_results(case, inputs, upstream):
+    settings = {"eps": case.eps, "offset": case.offset}
+    return {
+        **oracle.forward(inputs, case.shape, **settings),
+        **oracle.backward(inputs, upstream, case.shape, **settings),
+    }
+
+
+def plain_results(case, inputs, upstream):
+    """The plain version's of float64 numbers: on a GPU at once, where the oracle takes minutes."""
+    wide = ({name: a.astype(np.float64) for name, a in arrays.items()}
+            for arrays in (inputs, upstream))  # fmt: skip
+    return run("eager", case, *wide)
+
+
+def drawn(case, exactly=oracle_results):
+    """Inputs, upstream gradients in the product's dtype, and the exact results."""
     inputs, rng = case.draw(), np.random.default_rng(1)
     dtypes = {inputs["x"].dtype.name, inputs["weight"].dtype.name}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
@@ -100,12 +115,7 @@ def drawn(case):
         name: draw_normal(rng, (case.batch, case.time, n, case.head_dim), dtype)
         for name, n in (("q", case.heads), ("k", case.kv_heads), ("v", case.kv_heads))
     }
-    settings = {"eps": case.eps, "offset": case.offset}
-    exact = {
-        **oracle.forward(inputs, case.shape, **settings),
-        **oracle.backward(inputs, upstream, case.shape, **settings),
-    }
-    return inputs, upstream, exact
+    return inputs, upstream, exactly(case, inputs, upstream)
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
@@ -196,12 +206,19 @@ def test_a_planted_fault_is_seen():
     (4096, 32, 8, 128), (2048, 32, 8, 64), (2560, 32, 8, 80), (1000, 7, 1, 256),
 ])  # fmt: skip
 @pytest.mark.parametrize("extra", [{}, {"bias_dtype": "bfloat16", "head_norm_dtype": "bfloat16"}])
-def test_full_size_against_the_oracle(rows, dim, heads, kv_heads, size, extra):
+def test_full_size(rows, dim, heads, kv_heads, size, extra):
     # So many outliers that the norm weight's gradient, which they make up, is a sample of errors.
     case = Case("full", 1, rows, dim, heads, kv_heads, size, dtype="bfloat16", outliers=dim // 32,
                 **extra)  # fmt: skip
-    inputs, upstream, exact = drawn(case)
+    inputs, upstream, exact = drawn(case, plain_results)
     judge(functools.partial(run, case=case, inputs=inputs, upstream=upstream), exact, str(case))
+
+
+def test_the_plain_version_is_exact_in_float64():
+    case = Case("", 2, 5, 40, 3, 1, 16, dtype="bfloat16", outliers=2, **cases.ALL)
+    inputs, upstream, exact = drawn(case)
+    for name, plain in plain_results(case, inputs, upstream).items():
+        np.testing.assert_allclose(plain, exact[name], rtol=1e-9, atol=1e-11)
 
 
 def test_oracle_backward_by_finite_differences():
@@ -325,12 +342,13 @@ def chosen(monkeypatch):
 
 
 def test_the_rule_wants_both_neighbours_to_be_faster(chosen):
-    measured = table((16, 0.6, None), (2048, 1.1, 1.2), (8192, 0.9, 1.01), (16384, 0.9, 0.99))
+    measured = table((16, 0.6, None), (2048, 1.1, 1.2), (8192, 0.9, 1.01), (16384, 0.9, 0.96))
     for rows, expected in ((1, 16), (16, 16), (17, None), (2048, None), (8191, None),
                            (8192, 8192), (9000, 8192), (16384, 16384), (10**6, 16384)):  # fmt: skip
         assert chosen(measured, rows) == expected
     for rows, expected in ((16, None), (8192, None), (9000, None), (16384, 16384)):
         assert chosen(measured, rows, trained=True) == expected
+    assert chosen(table((16, 0.98, None)), 16) is None  # as far as runs are apart
     # Not known whether it is trained: few rows are not, many may be.
     for rows, expected in ((16, 16), (9000, None), (16384, 16384)):
         assert chosen(measured, rows, trained=None) == expected
@@ -366,10 +384,10 @@ def test_what_was_measured_on_an_h200_decides_there():
         assert choice.config is None or choice.config.scales == "x"
         return choice.fused
 
-    assert all(fused("pallas", rows) for rows in (1, 2, 8, 15, 16))
-    assert not any(fused("pallas", rows) for rows in (17, 64, 2048, 8192, 16384))
-    assert fused("triton", 16) and fused("triton", 16, trained=False)
-    assert not any(fused("triton", rows) for rows in (1, 2, 15, 17, 64, 2048, 8192, 16384))
+    assert all(fused("triton", rows) for rows in (1, 2, 8, 15, 16))
+    assert fused("pallas", 16) and not any(fused("pallas", rows) for rows in (1, 2, 15))
+    for rows in (17, 64, 2048, 8192, 16384):
+        assert not fused("triton", rows, trained=False) and not fused("pallas", rows)
     for framework in ("pallas", "triton"):
         assert not fused(framework, 16, trained=True)
         assert not fused(framework, 16, dtype="float32")

@@ -157,11 +157,11 @@ def tile_kernel(
                 x32 = x32 * (load(norm_ref, k, mask=fits).astype(jnp.float32) + offset)[None, :]
             x = x32.astype(weight.dtype)
         full = settings.full_precision and x.dtype == jnp.float32
-        operands, depths = (x, weight), ((1,), (1 - axis,))
+        left, right, depths = x, weight, ((1,), (1 - axis,))
         if turned:
-            operands, depths = operands[::-1], depths[::-1]
+            left, right, depths = weight, x, ((1 - axis,), (1,))
         product = jax.lax.dot_general(
-            *operands, (depths, ((), ())), preferred_element_type=jnp.float32,
+            left, right, (depths, ((), ())), preferred_element_type=jnp.float32,
             precision=jax.lax.Precision.HIGHEST if full else jax.lax.Precision.DEFAULT,
         )  # fmt: skip
         return acc + product, squares

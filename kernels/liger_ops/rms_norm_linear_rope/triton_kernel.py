@@ -164,6 +164,7 @@ def _forward(
     if plan.launch is None:
         return q, k, v
     weight, norm_weight, r = rows(weight), dense(given.norm_weight), None
+    assert weight is not None
     if plan.launch_weight is not None:
         scaled = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         plan.launch_weight(weight, norm_weight, scaled)
