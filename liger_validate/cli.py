@@ -98,6 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     # Both frameworks share the card: JAX takes what it needs, and not most of it at once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if "autotune" not in (flags := os.environ.get("XLA_FLAGS", "")):
+        # Every operation is a program of its own here, and each product would be tuned for seconds.
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
     try:
         return _COMMANDS[arguments.command](arguments)
     except Exception as error:

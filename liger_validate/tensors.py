@@ -9,7 +9,7 @@ import torch
 
 from liger_ops.drawing import DTYPES
 
-_PIECE = 1 << 20  # numbers that are in float64 at a time
+_PIECES = {"cpu": 1 << 20, "cuda": 1 << 26}  # numbers that are in float64 at a time
 
 
 def to_torch(array: np.ndarray, device: str = "cpu") -> torch.Tensor:
@@ -28,11 +28,16 @@ def from_torch(tensor: torch.Tensor) -> np.ndarray:
 
 
 def squares(a: np.ndarray, b: np.ndarray | None = None) -> float:
-    """The sum of the squares of a, or of a - b, in float64, piece by piece: nothing is held."""
+    """The sum of the squares of a, or of a - b, in float64, piece by piece: nothing is held.
+
+    On a GPU where there is one: a model's gradients are billions of numbers.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = _PIECES[device]
     arrays = [_viewed(x).reshape(-1) for x in ((a,) if b is None else (a, b))]
     total = 0.0
-    for start in range(0, arrays[0].numel(), _PIECE):
-        pieces = [x[start : start + _PIECE].double() for x in arrays]
+    for start in range(0, arrays[0].numel(), size):
+        pieces = [x[start : start + size].to(device).double() for x in arrays]
         difference = pieces[0] if b is None else pieces[0] - pieces[1]
         total += torch.dot(difference, difference).item()
     return total
