@@ -315,7 +315,8 @@ if __name__ == "__main__":
     if TARGET.arch == 90:
         for dtype in ("bfloat16", "float16"):
             product(dtype, dtype, a_across=False, b_across=True, add=False)
-            product(dtype, dtype, a_across=False, b_across=False, add=False)
+            for into in (dtype, "float32"):  # the latter where it is summed over processes
+                product(dtype, into, a_across=False, b_across=False, add=False)
             product(dtype, "float32", a_across=True, b_across=False, add=True)
         product("bfloat16", "bfloat16", a_across=True, b_across=False, add=True)
     for layout in ("half", "interleaved"):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import torch_liger  # noqa: E402
 from compare import assert_matches_oracle, from_torch, to_torch  # noqa: E402
 from liger_ops.cross_entropy.oracle import Arguments  # noqa: E402
-from liger_ops.fused_linear_cross_entropy import cases, oracle  # noqa: E402
+from liger_ops.fused_linear_cross_entropy import cases, oracle, triton_products  # noqa: E402
 from torch_liger.vocab_parallel import as_forward_of  # noqa: E402
 
 BOTH = ("triton", "eager")
@@ -329,6 +329,30 @@ def without_gradients_and_per_token_logps():
             assert loss == 0.0 and all(not g.any() and not g.isnan().any() for g in gradients)
 
 
+def ignored_tokens_cost_no_product():
+    """Nothing is even read of those in tiles of their own, where the products are the kernel's:
+    there they may be NaN.
+    """
+    size = (256, 24, 80) if DEVICE == "cpu" else (4096, 1024, 16384)
+    hidden, weight, _, _, labels = example(*size, dtype=torch.bfloat16)
+    weight, labels = own(weight), labels.abs() % size[2]
+    labels[::2] = -100  # as many as fill tiles
+    if not triton_products.has_kernel(hidden, weight):
+        return
+    results = []
+    for fill in (0.0, float("nan")):
+        for memory in ("fast", weight.numel() * 4 + 128 * weight.shape[0] * 2, 1):
+            leaves = [hidden.masked_fill((labels == -100)[:, None], fill), weight.clone()]
+            leaves = [leaf.requires_grad_() for leaf in leaves]
+            loss = flce(*leaves, labels, memory=memory, process_group=mesh().get_group(),
+                        implementation="triton")  # fmt: skip
+            gradients = torch.autograd.grad(loss, leaves if memory != 1 else leaves[:1])
+            results.append([loss, *gradients])
+    half = len(results) // 2
+    for of_zeros, of_nans in zip(results[:half], results[half:], strict=True):
+        assert_close(of_nans, of_zeros, 0.0)
+
+
 def fsdp():
     """Every process has rows of its own and a part of the weight, whole inside the head alone."""
     from torch.distributed.fsdp import fully_shard
@@ -369,6 +393,7 @@ CHECKS = {
     "dtensors": dtensors,
     "nothing_but_numbers_of_tokens_crosses": nothing_but_numbers_of_tokens_crosses,
     "without_gradients_and_per_token_logps": without_gradients_and_per_token_logps,
+    "ignored_tokens_cost_no_product": ignored_tokens_cost_no_product,
     "fsdp": fsdp,
 }
 

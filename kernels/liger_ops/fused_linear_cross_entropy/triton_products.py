@@ -157,8 +157,9 @@ class Products:
 
     Attributes:
         order: (M,) int64, the rows that count before the others; None for all rows in the order
-            they have, and the library's products.
-        live: int32 scalar on the device, how many those are; None with `order`.
+            they have.
+        live: int32 scalar on the device, how many those are; None for the library's products, of
+            all rows.
     """
 
     order: torch.Tensor | None = None
@@ -168,10 +169,24 @@ class Products:
     def over(
         cls, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, ignore_index: int
     ) -> "Products":
-        if not has_kernel(hidden, weight):
-            return cls()
+        return (
+            cls.in_order(hidden, weight, labels, ignore_index)
+            if has_kernel(hidden, weight)
+            else cls()
+        )
+
+    @classmethod
+    def in_order(
+        cls, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, ignore_index: int
+    ) -> "Products":
+        """In that order with the library's products too: as processes need it that share rows,
+        and of which some may have no kernel.
+        """
         ignored = labels == ignore_index
-        return cls(torch.argsort(ignored, stable=True), (~ignored).sum(dtype=torch.int32))
+        order, live = torch.argsort(ignored, stable=True), None
+        if has_kernel(hidden, weight):
+            live = (~ignored).sum(dtype=torch.int32)
+        return cls(order, live)
 
     def ordered(self, per_row: torch.Tensor, part: slice | None = None) -> torch.Tensor:
         """Those of a part of the rows, or of all: a copy, but of rows in their own order a view."""

@@ -18,6 +18,7 @@ from liger_ops.fused_linear_cross_entropy import eager_vocab
 from liger_ops.fused_linear_cross_entropy.cases import Plan
 from liger_ops.fused_linear_cross_entropy.eager_vocab import IGNORED, Shard
 from liger_ops.fused_linear_cross_entropy.triton_parts import Needs
+from liger_ops.fused_linear_cross_entropy.triton_products import Products
 from liger_ops.fused_linear_cross_entropy.triton_vocab_parts import (
     Inputs,
     Rows,
@@ -50,14 +51,15 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, labels, class_weight, label_weight, num_items,
-                options: _Options):  # fmt: skip
-        inputs = Inputs(hidden, weight, labels, bias, class_weight, label_weight, num_items)
+                order, live, options: _Options):  # fmt: skip
+        inputs = Inputs(hidden, weight, labels, bias, class_weight, label_weight, num_items,
+                        Products(order, live))  # fmt: skip
         ctx.needs = Needs(*ctx.needs_input_grad[:3])
         ctx.plan, ctx.options = options.plan(inputs, ctx.needs.weight), options
         early = options.settings.reduction != "none" and not ctx.plan.keeps_logits
         needs = ctx.needs if early else None
         outputs, ctx.work, statistics, factors = _forward(inputs, options, ctx.plan, needs)
-        ctx.save_for_backward(*inputs, statistics, factors)
+        ctx.save_for_backward(*inputs[:7], order, live, statistics, factors)
         outputs = tuple(output for output in outputs if output is not None)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
@@ -66,9 +68,9 @@ class _VocabParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss, *_):  # type: ignore[override]
         if dloss is None:
-            return (None,) * 8
-        *given, statistics, factors = ctx.saved_tensors
-        inputs = Inputs(*given)
+            return (None,) * 10
+        *given, order, live, statistics, factors = ctx.saved_tensors
+        inputs = Inputs(*given, products=Products(order, live))  # type: ignore[call-arg]
         if backend_triton.creates_graph():
             gradients = _plain_gradients(inputs, ctx.options, dloss)
         else:
@@ -76,12 +78,12 @@ class _VocabParallel(torch.autograd.Function):
             gradients = _backward(
                 inputs, ctx.options, ctx.plan, ctx.needs, statistics, factors, dloss, work
             )
-        return (*gradients, *(None,) * 5)
+        return (*gradients, *(None,) * 7)
 
 
 def _forward(inputs: Inputs, options: _Options, plan: Plan, needs: Needs | None) -> Any:
     """loss, z_loss and predicted; the work that the backward goes on with, logits or, where
-    `needs`, gradients; statistics; and the mean's factors.
+    `needs`, gradients; statistics, in the products' order; and the mean's factors.
     """
     settings, shard = options.settings, options.shard
     tokens = triton_launch.empty_tokens(inputs.labels, settings)
@@ -96,12 +98,14 @@ def _forward(inputs: Inputs, options: _Options, plan: Plan, needs: Needs | None)
         work = over_parts(inputs, rows, plan, shared, settings, shard, tokens, tokens.statistics)
     else:
         work = _early_gradients(inputs, options, plan, needs, tokens, tokens.statistics, factors)
+    as_given = inputs.products.as_given
     if settings.reduction == "none":
-        loss, z = tokens.ce, tokens.z
+        loss, z = (t if t is None else as_given(t) for t in (tokens.ce, tokens.z))
     else:
         pair = None if factors is None else (factors[0], factors[1])
         loss, z = eager_vocab.reduced(tokens.ce, tokens.z, settings.reduction, pair)
-    return (loss, z, tokens.predicted), work, tokens.statistics, factors
+    predicted = tokens.predicted if tokens.predicted is None else as_given(tokens.predicted)
+    return (loss, z, predicted), work, tokens.statistics, factors
 
 
 def _early_gradients(inputs, options, plan, needs, tokens, statistics, factors):
@@ -126,14 +130,20 @@ def _backward(inputs, options, plan, needs, statistics, factors, dloss, work) ->
     settings, shard = options.settings, options.shard
     bias_dtype = None if inputs.bias is None else inputs.bias.dtype
     rows, shared = Rows.of(inputs, shard), Shared.of(inputs, settings, shard)
+    products = inputs.products
+    if settings.reduction == "none":
+        dloss = products.ordered(dloss)
     if plan.keeps_logits:
+        hidden = products.ordered(inputs.hidden)
         if work is None:
-            work = inputs.hidden @ inputs.weight.t()
+            work = hidden.new_empty(len(hidden), len(inputs.weight))
+            products.logits(hidden, inputs.weight, work, 0)
         gradients = options.gradients(inputs, needs, plan)
-        all_rows = slice(0, len(inputs.hidden))
+        all_rows = slice(0, len(hidden))
         gradients.add_part(
-            all_rows, inputs, rows, work, shared, settings, statistics, factors, dloss, shard
-        )
+            all_rows, inputs, rows, hidden, work, shared, settings, statistics, factors, dloss,
+            shard,
+        )  # fmt: skip
         return gradients.finished(None, bias_dtype)
     if settings.reduction == "none":
         late = needs if plan.classes is None else needs._replace(weight=False)
@@ -151,6 +161,10 @@ def _backward(inputs, options, plan, needs, statistics, factors, dloss, work) ->
         made = work.finished(factor, bias_dtype)
     if plan.classes is not None and needs.weight:
         gradients = options.gradients(inputs, Needs(False, True, False), plan)
+        rows = Rows(*(None if t is None else products.as_given(t) for t in rows))  # type: ignore[arg-type]
+        statistics = products.as_given(statistics)
+        if settings.reduction == "none":
+            dloss = products.as_given(dloss)
         weight_by_blocks(
             inputs, rows, plan, shared, settings, shard, statistics, factors, dloss, gradients
         )
@@ -162,7 +176,8 @@ def _plain_gradients(inputs: Inputs, options: _Options, dloss: torch.Tensor) -> 
     """Those that can be differentiated again."""
     settings = options.settings
     loss, _, _ = eager_vocab.fused_linear_cross_entropy(
-        inputs.hidden, inputs.weight, inputs.labels, inputs.bias, settings.logit_scale,
+        inputs.hidden, inputs.weight, inputs.products.as_given(inputs.labels), inputs.bias,
+        settings.logit_scale,
         inputs.class_weight, inputs.num_items, IGNORED, settings.label_smoothing, settings.softcap,
         settings.z_loss, settings.reduction, False, options.shard,
     )  # fmt: skip
@@ -189,21 +204,25 @@ def fused_linear_cross_entropy(
     shape: Any = labels.shape
     labels = shard.canonical(labels.reshape(-1), settings.ignore_index)
     class_weight = None if class_weight is None else dense(class_weight.detach())
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    products = Products.in_order(rows, weight, labels, IGNORED)
+    in_order = products.ordered(labels)
     inputs = Inputs(
-        hidden.reshape(-1, hidden.shape[-1]),
+        rows,
         weight,
-        labels,
+        in_order,
         dense(bias),
         class_weight,
-        None if class_weight is None else shard.label_weight(class_weight, labels),
+        None if class_weight is None else shard.label_weight(class_weight, in_order),
         None if num_items is None else num_items.float(),
+        products,
     )
     options = _Options(settings._replace(ignore_index=IGNORED), sum_dtype, memory, shard)
     wanted = [t for t in (hidden, weight, bias) if t is not None and t.requires_grad]
     loss: Any
     if torch.is_grad_enabled() and wanted:
-        order = (inputs.hidden, inputs.weight, inputs.bias, inputs.labels, *inputs[4:])
-        loss, *others = _VocabParallel.apply(*order, options)
+        given = (inputs.hidden, inputs.weight, inputs.bias, inputs.labels, *inputs[4:7])
+        loss, *others = _VocabParallel.apply(*given, products.order, products.live, options)
         z_loss = others[0] if settings.z_loss > 0.0 else None
         predicted = others[-1] if settings.return_metrics else None
     else:

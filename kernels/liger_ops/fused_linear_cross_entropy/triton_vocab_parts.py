@@ -16,15 +16,17 @@ from liger_ops.cross_entropy.triton_launch import Constants, Settings, Tokens
 from liger_ops.fused_linear_cross_entropy.cases import Plan
 from liger_ops.fused_linear_cross_entropy.eager_vocab import IGNORED, Shard
 from liger_ops.fused_linear_cross_entropy.triton_parts import Gradients, parts_of
+from liger_ops.fused_linear_cross_entropy.triton_products import Products
 
 
 class Inputs(NamedTuple):
     """hidden (M, D) and weight (size, D) of one dtype; bias and class_weight (size,).
 
     Attributes:
-        labels: (M,) int64, as `Shard.canonical` returns them.
-        label_weight: (M,) float32, with a class_weight.
+        labels: (M,) int64, as `Shard.canonical` returns them, in the order of `products`.
+        label_weight: (M,) float32, with a class_weight, in that order.
         num_items: scalar float32, or None.
+        products: whose order is the same in all processes.
     """
 
     hidden: torch.Tensor
@@ -34,6 +36,7 @@ class Inputs(NamedTuple):
     class_weight: torch.Tensor | None
     label_weight: torch.Tensor | None
     num_items: torch.Tensor | None
+    products: Products
 
 
 class Shared(NamedTuple):
@@ -140,6 +143,7 @@ class ShardGradients(Gradients):
         part: slice,
         inputs: Inputs,
         rows: Rows,
+        hidden: torch.Tensor,
         logits: torch.Tensor,
         shared: Shared,
         settings: Settings,
@@ -154,19 +158,16 @@ class ShardGradients(Gradients):
         if self.dbias is not None:
             triton_launch.add_bias_gradient(*given, into=self.dbias, **of_shard)
         triton_launch.backward(*given, None, into=logits, **of_shard)
-        hidden, finish = inputs.hidden[part], None
+        products, first, finish = inputs.products, part.start, None
         if self.dhidden is not None:
             total = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
-            library_product(logits, inputs.weight, total, self.scale)
+            products.hidden_gradient(logits, inputs.weight, total, self.scale, first)
             finish = shard.start_all_reduce(total)  # while the next product runs
-        if self.sum is not None:
-            library_product(
-                logits.t(), hidden, self.sum, self.scale, 0.0 if part.start == 0 else 1.0
-            )
-        elif self.dweight is not None:
-            library_product(logits.t(), hidden, self.dweight, self.scale)
+        if self.dweight is not None:
+            into = self.dweight if self.sum is None else self.sum
+            products.weight_gradient(logits, hidden, into, self.scale, first, add=first > 0)
         if self.dhidden is not None and finish is not None:
-            self.dhidden[part].copy_(finish())
+            products.put_back(self.dhidden, part, finish().to(self.dhidden.dtype))
 
 
 def over_parts(
@@ -193,16 +194,17 @@ def over_parts(
     else:
         scratch = inputs.hidden.new_empty(most, shard.size)
     for part in parts:
-        logits, its_rows = scratch[: part.stop - part.start], rows.part(part)
-        torch.mm(inputs.hidden[part], inputs.weight.t(), out=logits)
+        hidden, its_rows = inputs.products.ordered(inputs.hidden, part), rows.part(part)
+        logits = scratch[: len(hidden)]
+        inputs.products.logits(hidden, inputs.weight, logits, part.start)
         if tokens is not None:
             token_losses(logits, its_rows, shared, settings, shard, tokens.part(part))
         if gradients is not None:
             assert dloss is not None
             d = dloss if dloss.dim() == 0 else dloss[part]
             gradients.add_part(
-                part, inputs, its_rows, logits, shared, settings, statistics[part], factors, d,
-                shard,
+                part, inputs, its_rows, hidden, logits, shared, settings, statistics[part],
+                factors, d, shard,
             )  # fmt: skip
     return scratch if len(parts) == 1 and gradients is None else None
 
@@ -211,7 +213,9 @@ def weight_by_blocks(
     inputs: Inputs, rows: Rows, plan: Plan, shared: Shared, settings: Settings, shard: Shard,
     statistics, factors, dloss, gradients: ShardGradients,
 ) -> None:  # fmt: skip
-    """The weight's gradient, a block of classes at a time over all rows, from logits anew."""
+    """The weight's gradient, a block of classes at a time over all rows, from logits anew. What
+    there is one of a token is in the rows' own order.
+    """
     assert gradients.dweight is not None and plan.classes is not None
     for block in parts_of(shard.size, plan.classes):
         logits = inputs.hidden @ inputs.weight[block].t()
