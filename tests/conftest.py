@@ -1,8 +1,11 @@
 """Without a GPU the kernels run in their interpreters, which are chosen before the first import."""
 
 import functools
+import gc
 import os
+import pathlib
 import subprocess
+import sys
 
 import pytest
 
@@ -33,6 +36,18 @@ def _give_memory_back():
     import torch
 
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Linux gives a process 65,530 mappings of memory. Each program that XLA compiles takes three
+    or more of them, and XLA crashes where none are left, to which so many tests would come.
+    """
+    yield
+    mappings, jax = pathlib.Path("/proc/self/maps"), sys.modules.get("jax")
+    if jax is not None and mappings.exists() and mappings.read_text().count("\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

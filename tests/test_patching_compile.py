@@ -47,14 +47,14 @@ def test_a_training_step_without_graph_breaks(family, backend):
 
 # torch.compile looks at inputs that are no leaves; it does so in a plain model too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_layers_compiled_one_by_one_share_their_code(monkeypatch):
+def test_layers_compiled_one_by_one_share_their_code():
     model = made("llama", num_hidden_layers=12, use_cache=False)
     torch_liger.apply_liger_kernel(model)
     expected = model(**batch()).loss
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     for layer in model.model.layers:
         layer.compile(fullgraph=True, backend="eager")
-    torch.testing.assert_close(model(**batch()).loss, expected)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(model(**batch()).loss, expected)
 
 
 def test_patched_inside_a_compiled_model():
