@@ -335,8 +335,8 @@ def _detached_residual(call, self, args):
     """Of all layers: what goes past attention and the feed-forward part has no gradient."""
     x, *rest = args
     still = jax.lax.stop_gradient(x)
-    out, cache = call(self, x, *rest)
-    return out - x + still, cache
+    out, *others = call(self, x, *rest)
+    return out - x + still, *others
 
 
 def _detached_before_attention(model, patch):
