@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-# Dense products of bfloat16 with float32 sums, operations a second, as the vendor states them: data
-# sheets and product pages for data centres and workstations, the architectures' white papers for
-# GeForce, and AWS's sheet for the A10G. Where they state it with sparsity alone (Hopper and later,
-# L4), it is half of that; a GB300's and GB200's is a rack's over its 72 GPUs, and a B300's and
-# B200's a board's over its 8. The L40's is what its sheet says, half of the L40S's with as many
-# tensor cores. The first entry whose words are in the device's name is taken.
+# Dense products of bfloat16 with float32 sums, operations a second, as the vendor states them in
+# data sheets, product pages and white papers; where those state it with sparsity alone (Hopper and
+# later, L4), half of that. The L40's is what its sheet says, half of the L40S's with as many tensor
+# cores. No page was found for the H200 NVL, A800, A10G, RTX 6000 Ada, RTX 3090, B300 and GB300,
+# whose figures sources state differently or not at all. The first entry whose words are in the
+# device's name is taken.
 PEAK_FLOPS = {
     "GB300": 2.5e15,
     "B300": 2.25e15,
