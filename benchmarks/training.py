@@ -102,9 +102,7 @@ def full_torch(only: list[str] | None) -> Iterator[Row]:
         # The last, since some of what it changes is the module's and not the model's.
         "liger-kernel": (liger, False, False),
     }
-    for name, (patch, compiles, cudnn) in candidates.items():
-        if only and name not in only:
-            continue
+    for name, (patch, compiles, cudnn) in _chosen(candidates, only).items():
 
         def build(patch=patch) -> Any:
             with torch.device("cuda"):
@@ -138,9 +136,7 @@ def lora_torch(only: list[str] | None) -> Iterator[Row]:
         "torch_liger + PEFT LoRA": (ours, None),
         "liger-kernel": (liger, None),
     }
-    for name, (patch, fuse) in candidates.items():
-        if only and name not in only:
-            continue
+    for name, (patch, fuse) in _chosen(candidates, only).items():
 
         def build(patch=patch, fuse=fuse) -> Any:
             torch.set_default_dtype(torch.bfloat16)  # float32 first would be 30 GB
@@ -176,9 +172,7 @@ def full_jax(only: list[str] | None) -> Iterator[Row]:
         "XLA + remat cheap": {**plain, "remat": "cheap"},
         "XLA + remat full": {**plain, "remat": "full"},
     }
-    for name, settings in candidates.items():
-        if only and name not in only:
-            continue
+    for name, settings in _chosen(candidates, only).items():
 
         def build(settings=settings) -> Any:
             return CausalLM(_jax_config("llama", LLAMA, **settings), rngs=nnx.Rngs(0))
@@ -206,9 +200,7 @@ def lora_jax(only: list[str] | None) -> Iterator[Row]:
         "XLA": ("float32", plain),
         "XLA + bfloat16 adapters": ("bfloat16", plain),
     }  # fmt: skip
-    for name, (adapters, settings) in candidates.items():
-        if only and name not in only:
-            continue
+    for name, (adapters, settings) in _chosen(candidates, only).items():
 
         def build(adapters=adapters, settings=settings) -> Any:
             model = CausalLM(_jax_config("qwen2", QWEN2, **settings), rngs=nnx.Rngs(0))
@@ -221,9 +213,7 @@ def lora_jax(only: list[str] | None) -> Iterator[Row]:
 def utilisation_torch(only: list[str] | None) -> Iterator[Row]:
     import utilisation
 
-    for name, train in utilisation.LOOPS.items():
-        if only and name not in only:
-            continue
+    for name, train in _chosen(utilisation.LOOPS, only).items():
         row = utilisation.window(train, LLAMA, batch=8, length=LENGTH)
         yield {"work": "utilisation_torch", "implementation": name, **row}
 
@@ -235,6 +225,10 @@ WORKS: dict[str, Callable[[list[str] | None], Iterator[Row]]] = {
     "lora_jax": lora_jax,
     "utilisation_torch": utilisation_torch,
 }
+
+
+def _chosen(candidates: dict[str, Any], only: list[str] | None) -> dict[str, Any]:
+    return {name: one for name, one in candidates.items() if not only or name in only}
 
 
 def _jax_config(model_type: str, sizes: dict[str, Any], **settings: Any) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from liger_validate.captures import Capture
+from liger_validate.captures import LOGITS, Capture
 from liger_validate.formulas import float64
 from liger_validate.judge import ULP
 from liger_validate.tensors import squares
@@ -19,6 +19,8 @@ from liger_validate.tensors import squares
 FACTOR = 3.0
 LEAST = 1e-3  # of the largest gradient: what smaller ones are measured by
 FLOOR_ULPS = {"float32": 8.0, "bfloat16": 0.5}
+
+ENDS = ("model.embed_tokens", "model.norm", LOGITS)
 
 CountedAt = Callable[[str], np.ndarray]
 
@@ -42,6 +44,13 @@ class Drift:
     def inside(self) -> bool:
         """Whether it is in the band for the dtype."""
         return bool(np.isfinite(self.limit)) and self.error <= self.limit
+
+
+def is_milestone(name: str) -> bool:
+    """Whether a module, or its gradient, is a layer or one of the model's ends."""
+    name = name.removesuffix(".output.grad")
+    parts = name.split(".")
+    return name in ENDS or (len(parts) == 3 and parts[1] == "layers")
 
 
 def limit_of(plain: float, dtype: str) -> float:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from liger_validate.drift import is_milestone
+
 MARKS = ("o", "s", "^", "v", "D")
 ERROR = "RMS difference from float64, relative"
 
@@ -93,7 +95,7 @@ def _legend(axes: Any) -> None:
 
 def by_position(models: dict[str, Any], kind: str) -> Any:
     """Layers by positions, one map for each model, in one scale of colours."""
-    names = [name for name in _all(models, kind) if _is_layer(name)]
+    names = [name for name in _all(models, kind) if is_milestone(name)]
     names = names[::-1] if kind == "output gradient" else names  # the embedding is at the bottom
     made, axes = figure(1, len(models), max(2.6, 1.8 + 0.16 * len(names)))
     maps = {}
@@ -121,15 +123,6 @@ def by_position(models: dict[str, Any], kind: str) -> Any:
     )
     made.colorbar(image, ax=list(np.atleast_1d(axes)), label="log10; grey: none")
     return made
-
-
-def _is_layer(name: str) -> bool:
-    parts = name.removesuffix(".output.grad").split(".")
-    return (
-        parts[-1] in ("embed_tokens", "logits")
-        or (len(parts) == 3 and parts[1] == "layers")
-        or (parts == ["model", "norm"])
-    )
 
 
 def histogram(models: dict[str, Any]) -> Any:

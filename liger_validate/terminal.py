@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from liger_validate.drift import is_milestone
 from liger_validate.ops import OFF, Row
 
 _BAD = "bold red"
@@ -175,9 +176,6 @@ def show_model(header: dict[str, Any], report: dict[str, Any]) -> None:
     console.print("agrees" if report["agrees"] else "differs", highlight=False)
 
 
-_ENDS = ("model.embed_tokens", "model.norm", "logits")
-
-
 def _drift_rows(models: dict[str, Any], kind: str) -> Iterable[tuple[str, list[str], str]]:
     """Layers, the ends and whatever is out of its band in one of the models."""
     by_name: dict[str, dict[str, dict[str, Any]]] = {}
@@ -186,11 +184,8 @@ def _drift_rows(models: dict[str, Any], kind: str) -> Iterable[tuple[str, list[s
             if module["kind"] == kind:
                 by_name.setdefault(module["name"], {})[label] = module
     for name, found in by_name.items():
-        module = name.removesuffix(".output.grad")
-        parts = module.split(".")
-        layer = len(parts) == 3 and parts[1] == "layers"
         bad = any(not module["inside"] for module in found.values())
-        if layer or bad or module in _ENDS:
+        if bad or is_milestone(name):
             cells = [
                 "" if label not in found else
                 f"{found[label]['error']:.2e}{'' if found[label]['inside'] else ' !'}"

@@ -44,10 +44,7 @@ def test_the_loss_and_its_gradients_are_those_of_transformers(tmp_path, name, pa
         given.pop("attention_mask")
     out = theirs(**{k: torch.as_tensor(v).long() for k, v in given.items()}, use_cache=False)
     out.loss.backward()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.copy_(parameter.grad)
-    theirs.save_pretrained(tmp_path / "theirs")
+    model_cases.save_gradients(theirs, tmp_path / "theirs")
 
     model = from_pretrained(tmp_path / "weights")
     assert model.config.router_aux_loss_coef == COEF and out.aux_loss > 1.0

@@ -10,7 +10,7 @@ import torch_liger
 from liger_ops import backend_triton
 from patching_models import assert_same, batch, made, results, twin
 from torch_liger import norms
-from torch_liger.patching.residual import is_like_llamas
+from torch_liger.patching.residual import dropouts_of
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +47,9 @@ def test_once_a_layer(calls):
 
 
 def test_which_layers_are_as_llamas():
-    assert is_like_llamas(LlamaDecoderLayer.forward)
-    assert is_like_llamas(Qwen2DecoderLayer.forward)
-    assert not is_like_llamas(Olmo2DecoderLayer.forward)
+    assert dropouts_of(LlamaDecoderLayer.forward) is not None
+    assert dropouts_of(Qwen2DecoderLayer.forward) is not None
+    assert dropouts_of(Olmo2DecoderLayer.forward) is None
 
     def scaled(self, hidden_states, **kwargs):
         residual = hidden_states
@@ -61,7 +61,7 @@ def test_which_layers_are_as_llamas():
         hidden_states = self.mlp(hidden_states)
         return residual + hidden_states
 
-    assert not is_like_llamas(scaled)
+    assert dropouts_of(scaled) is None
 
 
 def hooked(norm):

@@ -1,36 +1,23 @@
 """`liger-validate model --grads`: gradients at every module, and faults of the backward alone."""
 
-import functools
-
-import jax
 import numpy as np
 import pytest
 import torch
 
-import model_cases
-from liger_ops import backend_triton
 from liger_validate.captures import Capture, gradients_of_torch, softmax_in_float64
 from liger_validate.model import PATCHED, captured, compare, load
-from validate_cases import BACKWARD_FAULTS, CHECKPOINTS, CLEAN, batch
+from validate_cases import BACKWARD_FAULTS, CHECKPOINTS, CLEAN, batch, folders, plain_versions
 
 
 @pytest.fixture(autouse=True)
 def _full_precision_and_no_interpreter(monkeypatch):
-    monkeypatch.setattr(backend_triton, "INTERPRET", False)
-    monkeypatch.setenv("PALLAS_INTERPRET", "0")
-    with jax.default_matmul_precision("highest"):
+    with plain_versions(monkeypatch):
         yield
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    @functools.cache
-    def make(name):
-        path = tmp_path_factory.mktemp("checkpoint")
-        model_cases.checkpoint(CLEAN[name], path)
-        return str(path)
-
-    return make
+    return folders(CLEAN, tmp_path_factory)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

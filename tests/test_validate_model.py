@@ -1,9 +1,7 @@
 """`liger-validate model`: clean checkpoints pass, and planted faults are found and named."""
 
-import functools
 import json
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -13,27 +11,19 @@ from liger_ops import backend_triton
 from liger_validate import captures_flax, cli
 from liger_validate.model import FLAX, PATCHED, PLAIN, compare, load
 from liger_validate.training import in_step
-from validate_cases import CHECKPOINTS, FAULTS, batch
+from validate_cases import CHECKPOINTS, FAULTS, batch, folders, plain_versions
 
 
 @pytest.fixture(autouse=True)
 def _full_precision_and_no_interpreter(monkeypatch):
     """The kernels themselves are in one test; elsewhere it is the plain versions, in less time."""
-    monkeypatch.setattr(backend_triton, "INTERPRET", False)
-    monkeypatch.setenv("PALLAS_INTERPRET", "0")
-    with jax.default_matmul_precision("highest"):
+    with plain_versions(monkeypatch):
         yield
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    @functools.cache
-    def make(name):
-        path = tmp_path_factory.mktemp("checkpoint")
-        model_cases.checkpoint(CHECKPOINTS[name], path)
-        return str(path)
-
-    return make
+    return folders(CHECKPOINTS, tmp_path_factory)
 
 
 def test_a_clean_checkpoint_with_the_kernels(folder, monkeypatch):

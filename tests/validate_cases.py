@@ -3,6 +3,7 @@
 A fault is planted in one of the three models after loading; the checkpoint stays right.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -18,12 +19,34 @@ import model_cases
 from jax_liger.models import decoder
 from jax_liger.nnx import RMSNorm
 from jax_liger.rotary import rope
+from liger_ops import backend_triton
 from liger_validate.batches import Batch
 from liger_validate.model import FLAX, PATCHED, PLAIN
 from model_cases import CASES, Case
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, max_position_embeddings=64)
 LENGTH = 20
+
+
+@contextlib.contextmanager
+def plain_versions(monkeypatch):
+    """No kernel's interpreter, and products in full precision."""
+    monkeypatch.setattr(backend_triton, "INTERPRET", False)
+    monkeypatch.setenv("PALLAS_INTERPRET", "0")
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def folders(cases, tmp_path_factory):
+    """A function of a case's name: the folder of its checkpoint, written once."""
+
+    @functools.cache
+    def make(name):
+        path = tmp_path_factory.mktemp("checkpoint")
+        model_cases.checkpoint(cases[name], path)
+        return str(path)
+
+    return make
 
 
 def batch(padded: bool = True) -> Batch:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_liger import activations
-from jax_liger.patching.trials import DTYPES, STEPS, Unlike, attempt, is_float, step
+from jax_liger.patching.trials import DTYPES, Unlike, allowed, attempt, is_float
 
 # What models call the layers of gate and up, whose outputs meet, and the one that takes the result.
 LAYERS = (
@@ -77,8 +77,7 @@ def _computes(run: Callable[..., Any], name: str, activation: str) -> bool:
     with np.errstate(over="ignore"):
         want = _EXACT[activation](g) * u
     # Where the activation has all but vanished, 1 + tanh and its like keep no digits.
-    bound = max(1e-5, STEPS * step(name))
-    return bool((np.abs(h - want) <= bound * (np.abs(want) + np.abs(u))).all())
+    return bool((np.abs(h - want) <= allowed(name) * (np.abs(want) + np.abs(u))).all())
 
 
 def _gelu_tanh(g: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from jax_liger import linen as fused
 from jax_liger.flax_options import check_stock_options
 from jax_liger.patching import gated, norms, rotations
 from jax_liger.patching.report import PatchReport
-from jax_liger.patching.trials import Unlike
+from jax_liger.patching.trials import Unlike, hashable
 
 STOCK_NORMS = {
     linen.RMSNorm: functools.partial(fused.rms_norm_of, offset=0.0, casting_mode="none"),
@@ -252,11 +252,9 @@ class _Sight:
 
     def _tried(self, key: Any, recognise: Callable[[], Any]) -> Any:
         """What came of it the first time. Raises Unlike if that did."""
-        try:
-            known = key in self.tried
-        except TypeError:  # not hashable
-            key, known = object(), False
-        if not known:
+        if not hashable(key):
+            key = object()
+        if key not in self.tried:
             self.here.trial = True
             try:
                 with jax.ensure_compile_time_eval():

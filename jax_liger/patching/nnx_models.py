@@ -16,7 +16,7 @@ from jax_liger import nnx as fused
 from jax_liger.flax_options import check_stock_options
 from jax_liger.patching import gated, norms, rotations
 from jax_liger.patching.report import PatchReport
-from jax_liger.patching.trials import Unlike
+from jax_liger.patching.trials import Unlike, hashable
 
 STOCK_NORMS: dict[type, type] = {nnx.RMSNorm: fused.RMSNorm, nnx.LayerNorm: fused.LayerNorm}
 OURS = (fused.RMSNorm, fused.LayerNorm, fused.SwiGLUMLP)
@@ -273,7 +273,7 @@ def _settings(module: Any) -> tuple[tuple[str, Any], ...]:
         for name, value in vars(module).items()
         if not isinstance(value, nnx.Variable | nnx.Module | jax.Array)
         and not name.startswith("_pytree")
-        and _hashable(value)
+        and hashable(value)
     )
 
 
@@ -288,17 +288,9 @@ def _parts(module: Any) -> tuple[Any, ...]:
             found.append((name, value.shape, value.dtype))
         elif isinstance(value, nnx.Module):
             found.append((name, type(value)))
-        elif not name.startswith("_pytree") and not _hashable(value):
+        elif not name.startswith("_pytree") and not hashable(value):
             found.append((name, id(module)))
     return tuple(found)
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _set_class(module: Any, kind: type) -> None:

@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_liger import norms
-from jax_liger.patching.trials import DTYPES, STEPS, Unlike, attempt, difference, step
+from jax_liger.patching.trials import (
+    DTYPES,
+    STEPS,
+    Unlike,
+    allowed,
+    attempt,
+    difference,
+    is_float,
+    step,
+)
 
 USUAL_EPS = (1e-6, 1e-5, 1e-8)
 
@@ -72,7 +81,7 @@ def recognise(
         return None if w64 is None else jnp.asarray(w64, dtype)
 
     y = attempt(run, weight(jnp.float32), jnp.asarray(x64, jnp.float32))
-    if not isinstance(y, jax.Array) or not jnp.issubdtype(y.dtype, jnp.floating):
+    if not is_float(y):
         raise Unlike("it returns no array of numbers")
     bound = 1e-5 + STEPS / 2 * (step(y.dtype) if y.dtype != jnp.float32 else 0.0)
     offsets = (0.0,) if w64 is None else (0.0, 1.0)
@@ -99,7 +108,7 @@ def _ways(run, weight, x64, eps, offset) -> tuple[tuple[str, tuple[str, str]], .
             errors[mode] = difference(recipe(x, weight, "xla"), y)
         mode = min(errors, key=errors.__getitem__)
         widths = (x.dtype, y.dtype) if weight is None else (x.dtype, y.dtype, weight.dtype)
-        if errors[mode] < max(1e-5, STEPS * step(*widths)):
+        if errors[mode] < allowed(*widths):
             found.append((name, (mode, y.dtype.name)))
     return tuple(found)
 

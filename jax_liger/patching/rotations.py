@@ -22,7 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_liger.patching.trials import DTYPES, STEPS, Unlike, attempt, difference, is_float, step
+from jax_liger.patching.trials import (
+    DTYPES,
+    Unlike,
+    allowed,
+    attempt,
+    difference,
+    hashable,
+    is_float,
+)
 from jax_liger.rotary import rope
 
 NAMES = ("apply_rope", "apply_rotary_embedding", "apply_rotary_emb", "apply_rotary_pos_emb")
@@ -107,7 +115,7 @@ def fused(function: Callable[..., Any], implementation: str | None) -> Callable[
         bound.apply_defaults()
         x, rest = _split(bound)
         settings = tuple(item for item in rest.items() if item[0] not in (*POSITIONS, *ANGLES))
-        if not is_float(x) or x.ndim != 4 or x.size == 0 or not _hashable(settings):
+        if not is_float(x) or x.ndim != 4 or x.size == 0 or not hashable(settings):
             return function(*args, **kwargs)
         arrays = tuple((k, np.shape(v)) for k, v in rest.items() if k in (*POSITIONS, *ANGLES))
         key = settings, arrays, x.shape
@@ -227,7 +235,7 @@ def _ways(function, bound, layout, x64) -> tuple[tuple[str, tuple[str, str]], ..
             recipe = Recipe(layout, ((name, (angle_dtype, y.dtype.name)),))
             errors[angle_dtype] = difference(attempt(recipe, function, bound, x, "xla"), y)
         angle_dtype = min(errors, key=errors.__getitem__)
-        if errors[angle_dtype] < max(1e-5, STEPS * step(name)):
+        if errors[angle_dtype] < allowed(name):
             found.append((name, (angle_dtype, y.dtype.name)))
     return tuple(found)
 
@@ -243,14 +251,6 @@ def _split(bound: inspect.BoundArguments) -> tuple[Any, dict[str, Any]]:
     """The first argument, and the others by name."""
     (_, x), *rest = bound.arguments.items()
     return x, dict(rest)
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _name(function: Callable[..., Any]) -> str:

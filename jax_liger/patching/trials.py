@@ -39,6 +39,11 @@ def step(*dtypes: Any) -> float:
     return max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
 
 
+def allowed(*dtypes: Any) -> float:
+    """The difference up to which code in these dtypes computes the same."""
+    return max(1e-5, STEPS * step(*dtypes))
+
+
 def difference(got: Any, want: Any) -> float:
     """The largest error, each over the largest value of its last axis; inf where shapes differ."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
@@ -46,6 +51,15 @@ def difference(got: Any, want: Any) -> float:
         return np.inf
     size = np.abs(want).max(-1, keepdims=True)
     return float((np.abs(got - want) / np.where(size == 0.0, 1.0, size)).max())
+
+
+def hashable(value: Any) -> bool:
+    """Whether it can be a key, or a part of one."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def is_float(array: Any) -> bool:

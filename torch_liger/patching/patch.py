@@ -125,11 +125,12 @@ def report(model: torch.nn.Module) -> Report:
 
 def report_on(model: torch.nn.Module, family: Family, switches: dict[str, bool]) -> Report:
     """The report on a model as it is now, for operations that were switched on or off."""
-    applied = _applied(model)
+    asides = list(_asides(model))
+    applied = _applied(model, asides)
     left_out = {}
     for switch, on in switches.items():
         reasons = Counter(r for _, r in _plan(model, family, switch) if isinstance(r, str))
-        reasons += Counter(aside for op, aside in _asides(model) if op == switch)
+        reasons += Counter(aside for op, aside in asides if op == switch)
         # A gate is counted by the activation it has, and switched by the family's usual one.
         ops = ("swiglu", "geglu") if switch == family.gate else (switch,)
         done = sum(applied.get(op, 0) for op in ops)
@@ -143,17 +144,18 @@ def report_on(model: torch.nn.Module, family: Family, switches: dict[str, bool])
 
 
 def _why_nothing(model: torch.nn.Module, family: Family, switch: str, on: bool) -> str:
-    if switch in family.why_missing():
-        return family.why_missing()[switch]
+    missing = family.why_missing().get(switch)
+    if missing is not None:
+        return missing
     if not on or any(True for _ in _matches(model, family, switch)):
         return "switched off"
     names = " or ".join(family.prefix + name for name in family.makers(switch))
     return f"the model has no {names}"
 
 
-def _applied(model: torch.nn.Module) -> dict[str, int]:
+def _applied(model: torch.nn.Module, asides: list[tuple[str, str]]) -> dict[str, int]:
     ops = Counter(r.op for m in model.modules() for r in patched.record_of(m).values())
-    ops.subtract(op for op, _ in _asides(model))
+    ops.subtract(op for op, _ in asides)
     return {op: ops[op] for op in OPS if ops[op]}
 
 

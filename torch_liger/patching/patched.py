@@ -107,6 +107,18 @@ def record_of(module: torch.nn.Module) -> dict[str, Replacement]:
     return module.__dict__.get(RECORD, {})
 
 
+def still_ours(module: torch.nn.Module, kind: type, slot: str = "forward") -> Any:
+    """The replacement of the module's forward, if it is of this kind and nothing else has come to
+    stand in the slot since; else None.
+    """
+    record = record_of(module)
+    ours = record.get("forward")
+    if not isinstance(record, Record) or not isinstance(ours, kind):
+        return None
+    now = getattr(module.__dict__.get(slot), "__func__", None)
+    return ours if now is record.functions["forward"] else None
+
+
 def why_not(module: torch.nn.Module, replacement: Replacement) -> str | None:
     """The reason why the method on this module must stay, or None."""
     name = replacement.method

@@ -21,7 +21,7 @@ from liger_ops.rms_norm_linear_rope.check import Heads, Norm
 from torch_liger import attention as operation
 from torch_liger.patching import rotary
 from torch_liger.patching.head import why_not_linear
-from torch_liger.patching.patched import Record, Replacement, record_of, slot_of
+from torch_liger.patching.patched import Record, Replacement, record_of, slot_of, still_ours
 from torch_liger.patching.redecorating import redecorated
 from torch_liger.patching.replacements import RMSNorm
 from torch_liger.patching.residual import ATTEND, settings_of
@@ -265,10 +265,7 @@ def _why_not_attention(attention: Any) -> str | None:
         return "has hooks that see its input"
     if attention._compiled_call_impl is not None:
         return "is compiled by itself"
-    record = record_of(attention)
-    ours = isinstance(record, Record) and isinstance(record.get("forward"), rotary.Rope)
-    now = getattr(attention.__dict__.get(slot_of(attention, "forward")), "__func__", None)
-    if not ours or now is not record.functions["forward"]:  # type: ignore[attr-defined]
+    if still_ours(attention, rotary.Rope, slot_of(attention, "forward")) is None:
         return "has a forward that was replaced"
     return None
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch_liger import norms
 from torch_liger.patching.head import has_hooks
-from torch_liger.patching.patched import Record, Replacement, record_of
+from torch_liger.patching.patched import Replacement, still_ours
 from torch_liger.patching.redecorating import redecorated
 from torch_liger.patching.replacements import RMSNorm
 
@@ -84,21 +84,14 @@ class AddNorm(Replacement):
 
 def settings_of(norm: Any) -> RMSNorm | None:
     """Of a norm that does nothing but what `attach` has put there; else None."""
-    record = record_of(norm)
-    ours = record.get("forward")
-    if not isinstance(record, Record) or not isinstance(ours, RMSNorm) or has_hooks(norm):
-        return None
-    now = getattr(norm.__dict__.get("forward"), "__func__", None)
-    return ours if now is record.functions["forward"] else None
-
-
-def is_like_llamas(forward: Any) -> bool:
-    """Whether a layer's forward does the steps of LLaMA's, and passes all it gets to attention."""
-    return dropouts_of(forward) is not None
+    ours = still_ours(norm, RMSNorm)
+    return None if ours is None or has_hooks(norm) else ours
 
 
 def dropouts_of(forward: Any) -> tuple[str | None, str | None] | None:
-    """The names of what a layer as LLaMA's has for dropouts; None for a layer of another kind."""
+    """The names of what a layer as LLaMA's has for dropouts; None for a layer of another kind,
+    which does other steps or does not pass all that it gets to attention.
+    """
     code = inspect.unwrap(forward).__code__
     names = set(_passed_on(forward))
     if not any(isinstance(c, tuple) and names < set(c) for c in code.co_consts):

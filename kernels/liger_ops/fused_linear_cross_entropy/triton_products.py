@@ -167,26 +167,23 @@ class Products:
 
     @classmethod
     def over(
-        cls, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, ignore_index: int
+        cls,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        ignore_index: int,
+        *,
+        always_in_order: bool = False,
     ) -> "Products":
-        return (
-            cls.in_order(hidden, weight, labels, ignore_index)
-            if has_kernel(hidden, weight)
-            else cls()
-        )
-
-    @classmethod
-    def in_order(
-        cls, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, ignore_index: int
-    ) -> "Products":
-        """In that order with the library's products too: as processes need it that share rows,
-        and of which some may have no kernel.
+        """always_in_order: that order with the library's products too, as processes need it that
+        share rows, and of which some may have no kernel.
         """
+        kernel = has_kernel(hidden, weight)
+        if not kernel and not always_in_order:
+            return cls()
         ignored = labels == ignore_index
-        order, live = torch.argsort(ignored, stable=True), None
-        if has_kernel(hidden, weight):
-            live = (~ignored).sum(dtype=torch.int32)
-        return cls(order, live)
+        live = (~ignored).sum(dtype=torch.int32) if kernel else None
+        return cls(torch.argsort(ignored, stable=True), live)
 
     def ordered(self, per_row: torch.Tensor, part: slice | None = None) -> torch.Tensor:
         """Those of a part of the rows, or of all: a copy, but of rows in their own order a view."""

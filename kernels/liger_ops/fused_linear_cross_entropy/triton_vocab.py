@@ -50,16 +50,16 @@ class _VocabParallel(torch.autograd.Function):
     """Outputs those of loss, z_loss and predicted that are asked for."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, labels, class_weight, label_weight, num_items,
+    def forward(ctx: Any, hidden, weight, labels, bias, class_weight, label_weight, num_items,
                 order, live, options: _Options):  # fmt: skip
         inputs = Inputs(hidden, weight, labels, bias, class_weight, label_weight, num_items,
                         Products(order, live))  # fmt: skip
-        ctx.needs = Needs(*ctx.needs_input_grad[:3])
+        ctx.needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 1, 3)))
         ctx.plan, ctx.options = options.plan(inputs, ctx.needs.weight), options
         early = options.settings.reduction != "none" and not ctx.plan.keeps_logits
         needs = ctx.needs if early else None
         outputs, ctx.work, statistics, factors = _forward(inputs, options, ctx.plan, needs)
-        ctx.save_for_backward(*inputs[:7], order, live, statistics, factors)
+        ctx.save_for_backward(*inputs[:-1], order, live, statistics, factors)
         outputs = tuple(output for output in outputs if output is not None)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
@@ -69,8 +69,8 @@ class _VocabParallel(torch.autograd.Function):
     def backward(ctx: Any, dloss, *_):  # type: ignore[override]
         if dloss is None:
             return (None,) * 10
-        *given, order, live, statistics, factors = ctx.saved_tensors
-        inputs = Inputs(*given, products=Products(order, live))  # type: ignore[call-arg]
+        hidden, weight, labels, *rest, order, live, statistics, factors = ctx.saved_tensors
+        inputs = Inputs(hidden, weight, labels, *rest, products=Products(order, live))
         if backend_triton.creates_graph():
             gradients = _plain_gradients(inputs, ctx.options, dloss)
         else:
@@ -78,7 +78,7 @@ class _VocabParallel(torch.autograd.Function):
             gradients = _backward(
                 inputs, ctx.options, ctx.plan, ctx.needs, statistics, factors, dloss, work
             )
-        return (*gradients, *(None,) * 7)
+        return gradients[0], gradients[1], None, gradients[2], *(None,) * 6
 
 
 def _forward(inputs: Inputs, options: _Options, plan: Plan, needs: Needs | None) -> Any:
@@ -177,9 +177,9 @@ def _plain_gradients(inputs: Inputs, options: _Options, dloss: torch.Tensor) -> 
     settings = options.settings
     loss, _, _ = eager_vocab.fused_linear_cross_entropy(
         inputs.hidden, inputs.weight, inputs.products.as_given(inputs.labels), inputs.bias,
-        settings.logit_scale,
-        inputs.class_weight, inputs.num_items, IGNORED, settings.label_smoothing, settings.softcap,
-        settings.z_loss, settings.reduction, False, options.shard,
+        settings.logit_scale, inputs.class_weight, inputs.num_items, IGNORED,
+        settings.label_smoothing, settings.softcap, settings.z_loss, settings.reduction, False,
+        options.shard,
     )  # fmt: skip
     wanted = (inputs.hidden, inputs.weight, inputs.bias)
     return backend_triton.differentiable_gradients(loss, wanted, dloss)
@@ -205,7 +205,7 @@ def fused_linear_cross_entropy(
     labels = shard.canonical(labels.reshape(-1), settings.ignore_index)
     class_weight = None if class_weight is None else dense(class_weight.detach())
     rows = hidden.reshape(-1, hidden.shape[-1])
-    products = Products.in_order(rows, weight, labels, IGNORED)
+    products = Products.over(rows, weight, labels, IGNORED, always_in_order=True)
     in_order = products.ordered(labels)
     inputs = Inputs(
         rows,
@@ -221,8 +221,8 @@ def fused_linear_cross_entropy(
     wanted = [t for t in (hidden, weight, bias) if t is not None and t.requires_grad]
     loss: Any
     if torch.is_grad_enabled() and wanted:
-        given = (inputs.hidden, inputs.weight, inputs.bias, inputs.labels, *inputs[4:7])
-        loss, *others = _VocabParallel.apply(*given, products.order, products.live, options)
+        given = (*inputs[:-1], products.order, products.live)
+        loss, *others = _VocabParallel.apply(*given, options)
         z_loss = others[0] if settings.z_loss > 0.0 else None
         predicted = others[-1] if settings.return_metrics else None
     else:

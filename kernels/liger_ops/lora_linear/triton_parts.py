@@ -27,7 +27,7 @@ def down(x: torch.Tensor, lora_as: list[torch.Tensor], drop: Dropout | None) -> 
         return triton_terms.down(x, lora_as, drop)
     widths = [len(a) for a in lora_as]
     if drop is None:
-        stacked = (lora_as[0] if len(lora_as) == 1 else torch.cat(lora_as)).t()
+        stacked = triton_terms.joined(lora_as, 0).t()
         if stacked.dtype == x.dtype:
             return list((x @ stacked).split(widths, dim=1))
     us = x.new_empty(len(x), sum(widths), dtype=lora_as[0].dtype)
@@ -96,7 +96,7 @@ def down_backward(
         return gradients
     if drop is None:
         widths = [du.shape[1] for _, du in given]
-        stacked = given[0][1] if len(given) == 1 else torch.cat([du for _, du in given], dim=1)
+        stacked = triton_terms.joined([du for _, du in given], 1)
         if dtype == x.dtype:
             made = stacked.t() @ x
         else:
@@ -129,7 +129,7 @@ def add_down_backward(
         triton_terms.add_down_backward(dx, dus, lora_as, adapters, drop)
         return
     if drop is None:
-        du, a = (dus[0], lora_as[0]) if len(dus) == 1 else (torch.cat(dus, 1), torch.cat(lora_as))
+        du, a = triton_terms.joined(dus, 1), triton_terms.joined(lora_as, 0)
         if dtype == dx.dtype:
             dx.addmm_(du, a)
             return

@@ -114,7 +114,7 @@ def _launch(a, made, terms, step) -> backend_triton.Launch:
 def down(x: torch.Tensor, lora_as: list[torch.Tensor], drop: Dropout | None) -> list[torch.Tensor]:
     """(k_i x) A_i^T for each A_i (r_i, D), (M, r_i): columns of one tensor."""
     if drop is None:
-        stacked = _one(lora_as, 0)
+        stacked = joined(lora_as, 0)
         wide = _product(x, below(stacked, _ALL).t())
         us = wide.view(len(x), 3, len(stacked)).sum(1)
         return list(us.split([len(a) for a in lora_as], dim=1))
@@ -153,7 +153,7 @@ def down_backward(
     """dA_i = du_i^T (k_i x), (r_i, D), for each number of a projection and its du_i (M, r_i)."""
     widths = [du.shape[1] for _, du in dus]
     if drop is None:
-        stacked = beside(_one([du for _, du in dus], 1), _ALL)
+        stacked = beside(joined([du for _, du in dus], 1), _ALL)
         made = _product(stacked.t(), x).view(3, sum(widths), x.shape[1]).sum(0)
         return list(made.split(widths))
     split = [beside(du, _ALL) for _, du in dus]
@@ -176,7 +176,7 @@ def add_down_backward(
 ) -> None:
     """dx += the sum of k_i (du_i A_i), where it lies."""
     if drop is None:
-        dx.addmm_(beside(_one(dus, 1), _LEFT), below(_one(lora_as, 0), _RIGHT))
+        dx.addmm_(beside(joined(dus, 1), _LEFT), below(joined(lora_as, 0), _RIGHT))
         return
     split = [(beside(du, _LEFT), below(a, _RIGHT)) for du, a in zip(dus, lora_as, strict=True)]
     for part in parts(dx, torch.float32):
@@ -185,7 +185,8 @@ def add_down_backward(
             dropout(rows, dx[part], drop.seed, drop.p, adapter, part.start, add=True)
 
 
-def _one(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
+def joined(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """One tensor of all; no copy of a single one."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
