@@ -17,6 +17,7 @@ from liger_validate import formulas
 from liger_validate.attention_stations import heads_of, settings_of
 from liger_validate.formulas import rounded
 from liger_validate.subject import Faults, Formula, Station, Subject
+from liger_validate.tensors import product
 
 # What a gradient is the sum of: a name to show and the array, which may be missing.
 Terms = list[tuple[str, np.ndarray | None]]
@@ -162,17 +163,16 @@ def _linear(s: Subject, name: str) -> Iterator[Station]:
     if actual is None or dy is None or weight is None:
         return
     dtype = s.capture.dtype
+    formula = lambda w=weight: rounded(product(dy, w), dtype)  # noqa: E731
     faults: Faults = []
     if weight.shape[0] == weight.shape[1]:
-        faults.append(
-            ("transposed weight", "the weight is transposed", lambda: rounded(dy @ weight.T, dtype))
-        )
-    yield _station(name, "linear", actual, lambda: rounded(dy @ weight, dtype), faults)
+        faults.append(("transposed weight", "the weight is transposed", lambda: formula(weight.T)))
+    yield _station(name, "linear", actual, formula, faults)
 
 
 def _d_norm(s: Subject, name: str) -> tuple[Formula, Formula] | None:
     """The gradient of what is normed; and that of a norm whose size counts as a constant."""
-    x, dy, weight = s.into(name), s.gradient_out_of(name), s.weights(f"{name}.weight")
+    x, dy, weight = s.into(name), s.gradient_out_of(name), s.vector(f"{name}.weight")
     if x is None or dy is None or weight is None:
         return None
     eps, offset, dtype = s.config.rms_norm_eps, s.config.family.norm_offset, s.capture.dtype

@@ -1,10 +1,12 @@
 """A decoder's parts in NumPy float64, rounded where a model rounds: what captures are held to."""
 
 import numpy as np
+import torch
 
 from liger_ops.drawing import DTYPES
 from liger_ops.rope import oracle as rope_oracle
 from liger_ops.swiglu import oracle as swiglu_oracle
+from liger_validate.tensors import product
 
 
 def float64(a: np.ndarray) -> np.ndarray:
@@ -37,9 +39,9 @@ def rms_norm(
     return rounded(n * (weight + offset), dtype)
 
 
-def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, dtype: str) -> np.ndarray:
+def linear(x: np.ndarray, weight: torch.Tensor, bias: np.ndarray | None, dtype: str) -> np.ndarray:
     """x weight^T + bias, with weight (outputs, inputs)."""
-    y = x @ weight.T
+    y = product(x, weight.T)
     return rounded(y if bias is None else y + bias, dtype)
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
 from liger_validate import backward_stations, captures, captures_flax, drift
 from liger_validate.batches import Batch, read
@@ -17,6 +17,7 @@ from liger_validate.diagnosis import findings
 from liger_validate.routing import Routing
 from liger_validate.stations import stations
 from liger_validate.subject import Subject
+from liger_validate.tensors import default_device
 
 PLAIN, PATCHED, FLAX = "transformers", "torch_liger", "jax_liger"
 # What a model's error is held beside: the plain model's, and for that the patched one's.
@@ -28,14 +29,14 @@ class Loaded:
     """One checkpoint as three models, and `exact`: transformers' in float64.
 
     config: the checkpoint's, as a `jax_liger.models.Config`. weights: of the checkpoint by name,
-    in float64 after rounding to the dtype.
+    in float64 after rounding to the dtype, on the GPU where there is one.
     """
 
     config: Any
     dtype: str
     exact: Any
     models: dict[str, Any]
-    weights: Callable[[str], np.ndarray | None]
+    weights: Callable[[str], torch.Tensor | None]
 
 
 def load(path: str, dtype: str = "float32") -> Loaded:
@@ -44,7 +45,6 @@ def load(path: str, dtype: str = "float32") -> Loaded:
     The models are given attention in plain operations ("eager" in transformers), so that their
     modules compute what their families' formulas say.
     """
-    import torch
     import transformers
 
     import torch_liger
@@ -56,7 +56,7 @@ def load(path: str, dtype: str = "float32") -> Loaded:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation="eager"
         )
-        return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        return model.to(default_device()).eval()
 
     plain, patched = of_transformers(), of_transformers()
     torch_liger.apply_liger_kernel(patched)
@@ -66,9 +66,8 @@ def load(path: str, dtype: str = "float32") -> Loaded:
     return Loaded(flax.config, dtype, exact, models, weights_of(path, dtype))
 
 
-def weights_of(path: str, dtype: str) -> Callable[[str], np.ndarray | None]:
-    """The checkpoint's tensors by name; None for those that it has not."""
-    import torch
+def weights_of(path: str, dtype: str) -> Callable[[str], torch.Tensor | None]:
+    """The checkpoint's tensors by name, as `Loaded` has them; None for those that it has not."""
     from safetensors import safe_open
 
     folder = Path(path)
@@ -76,17 +75,17 @@ def weights_of(path: str, dtype: str) -> Callable[[str], np.ndarray | None]:
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(path, allow_patterns=["*.safetensors"]))
-    where = {}
+    where, device = {}, default_device()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), "pt") as tensors:
             where |= dict.fromkeys(tensors.keys(), file)
 
     @functools.lru_cache(maxsize=8)  # neighbours are asked for together, and one is large
-    def weight(name: str) -> np.ndarray | None:
+    def weight(name: str) -> torch.Tensor | None:
         if name not in where:
             return None
         with safe_open(str(where[name]), "pt") as tensors:
-            return tensors.get_tensor(name).to(getattr(torch, dtype)).double().numpy()
+            return tensors.get_tensor(name).to(device, getattr(torch, dtype)).double()
 
     return weight
 

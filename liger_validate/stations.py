@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from liger_validate import attention_stations, formulas
 from liger_validate.captures import LOGITS
 from liger_validate.formulas import float64, rounded
 from liger_validate.subject import Faults, Station, Subject, usual
+from liger_validate.tensors import changed, from_torch, product
 
 EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
@@ -63,7 +65,8 @@ def _embedding(s: Subject) -> Iterator[Station]:
     factor = config.embedding_multiplier
     if config.family.scaled_embedding:
         factor = float(rounded(np.asarray(factor), dtype))
-    formula = lambda f=factor: rounded(table[s.batch.ids] * f, dtype)  # noqa: E731
+    rows = from_torch(table[torch.from_numpy(s.batch.ids).long().to(table.device)])
+    formula = lambda f=factor: rounded(rows * f, dtype)  # noqa: E731
     faults: Faults = []
     for other, detail in (
         (1.0, "the embedding without its multiplier"),
@@ -75,7 +78,7 @@ def _embedding(s: Subject) -> Iterator[Station]:
 
 
 def _norm(s: Subject, name: str) -> Iterator[Station]:
-    x, actual, weight = s.into(name), s.out_of(name), s.weights(f"{name}.weight")
+    x, actual, weight = s.into(name), s.out_of(name), s.vector(f"{name}.weight")
     if x is None or actual is None or weight is None:
         return
     config = s.config
@@ -129,7 +132,7 @@ def _linear(s: Subject, name: str) -> Iterator[Station]:
     x, actual, weight = s.into(name), s.out_of(name), s.weights(f"{name}.weight")
     if x is None or actual is None or weight is None:
         return
-    bias, dtype = s.weights(f"{name}.bias"), s.capture.dtype
+    bias, dtype = s.vector(f"{name}.bias"), s.capture.dtype
     formula = lambda x=x, w=weight, b=bias: formulas.linear(x, w, b, dtype)  # noqa: E731
     faults = _precisions(x, weight, formula, dtype)
     if bias is not None:
@@ -138,14 +141,14 @@ def _linear(s: Subject, name: str) -> Iterator[Station]:
     for sibling in _SIBLINGS.get(part, ()):
         other = s.weights(f"{parent}.{sibling}.weight")
         if other is not None and other.shape == weight.shape:
-            b = s.weights(f"{parent}.{sibling}.bias")
+            b = s.vector(f"{parent}.{sibling}.bias")
             kind = "swapped gate/up" if part in ("gate_proj", "up_proj") else "swapped projections"
             faults.append(
                 (kind, f"it has {sibling}'s weight", lambda w=other, b=b: formula(w=w, b=b))
             )
     if part == "gate_up_proj":
-        halves = np.concatenate(np.split(weight, 2)[::-1])
-        faults.append(("swapped gate/up", "its halves are swapped", lambda: formula(w=halves)))
+        faults.append(("swapped gate/up", "its halves are swapped",
+                       lambda: formula(w=weight.roll(len(weight) // 2, 0))))  # fmt: skip
     if weight.shape[0] == weight.shape[1]:
         faults.append(("transposed weight", "the weight is transposed",
                        lambda: formula(w=weight.T)))  # fmt: skip
@@ -170,8 +173,16 @@ def _precisions(x, weight, formula, dtype) -> Faults:
     tf32 = formulas.rounded_to_tf32
     low = lambda a: rounded(a, "bfloat16")  # noqa: E731
     return [
-        ("precision", "products are taken in TF32", lambda: formula(x=tf32(x), w=tf32(weight))),
-        ("precision", "products are taken in bfloat16", lambda: formula(x=low(x), w=low(weight))),
+        (
+            "precision",
+            "products are taken in TF32",
+            lambda: formula(x=tf32(x), w=changed(weight, tf32)),
+        ),
+        (
+            "precision",
+            "products are taken in bfloat16",
+            lambda: formula(x=low(x), w=changed(weight, low)),
+        ),
     ]
 
 
@@ -199,7 +210,7 @@ def _projected(s: Subject, name: str, part: str) -> np.ndarray | None:
         return np.split(both, 2, -1)[part == "up_proj"]
     x, weight = s.into(name), s.weights(f"{name}.{part}.weight")
     if found is None and x is not None and weight is not None:
-        return formulas.linear(x, weight, s.weights(f"{name}.{part}.bias"), s.capture.dtype)
+        return formulas.linear(x, weight, s.vector(f"{name}.{part}.bias"), s.capture.dtype)
     return found
 
 
@@ -233,7 +244,7 @@ def _head(s: Subject) -> Iterator[Station]:
     weight, table, actual = weight[:size], table[:size], actual[..., :size]
 
     def formula(x=x, w=weight, scale=config.logit_scale, cap=config.final_softcap):
-        logits = scale * (x @ w.T)
+        logits = scale * product(x, w.T)
         return rounded(logits if cap is None else cap * np.tanh(logits / cap), dtype)
 
     faults = _precisions(x, weight, formula, dtype)
@@ -242,7 +253,7 @@ def _head(s: Subject) -> Iterator[Station]:
     elif s.capture.head is not None:
         head = s.capture.head
         faults.append(("tied head", "the head is not the embedding table",
-                       lambda: formula(w=float64(head())[:size])))  # fmt: skip
+                       lambda: formula(w=weight.new_tensor(float64(head())[:size]))))  # fmt: skip
     if config.logit_scale != 1.0:
         faults.append(("scale", "the logits' scale is left out", lambda: formula(scale=1.0)))
     if config.final_softcap is not None:

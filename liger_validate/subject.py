@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from liger_validate.batches import Batch
 from liger_validate.captures import Capture
 from liger_validate.formulas import float64
+from liger_validate.tensors import from_torch
 
 Formula = Callable[[], np.ndarray]
 Detail = str | Callable[[], str]
@@ -34,13 +36,18 @@ class Subject:
     """A capture with what its checkpoint says.
 
     config: a `jax_liger.models.Config`. weights: of the checkpoint, (outputs, inputs), float64,
-    rounded to the capture's dtype.
+    rounded to the capture's dtype; tensors of PyTorch where the products are to be taken.
     """
 
     config: Any
-    weights: Callable[[str], np.ndarray | None]
+    weights: Callable[[str], torch.Tensor | None]
     batch: Batch
     capture: Capture
+
+    def vector(self, name: str) -> np.ndarray | None:
+        """A norm's weight, or a bias."""
+        found = self.weights(name)
+        return None if found is None else from_torch(found)
 
     def into(self, name: str) -> np.ndarray | None:
         """What went into a module, in float64."""

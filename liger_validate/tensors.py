@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -10,6 +10,11 @@ import torch
 from liger_ops.drawing import DTYPES
 
 _PIECES = {"cpu": 1 << 20, "cuda": 1 << 26}  # numbers that are in float64 at a time
+
+
+def default_device() -> str:
+    """The GPU's name for PyTorch, where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def to_torch(array: np.ndarray, device: str = "cpu") -> torch.Tensor:
@@ -27,12 +32,22 @@ def from_torch(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
+def product(x: np.ndarray, matrix: torch.Tensor) -> np.ndarray:
+    """x @ matrix, taken where the matrix is."""
+    return (torch.from_numpy(np.ascontiguousarray(x)).to(matrix.device) @ matrix).cpu().numpy()
+
+
+def changed(matrix: torch.Tensor, change: Callable[[np.ndarray], np.ndarray]) -> torch.Tensor:
+    """The matrix after a change that is written for NumPy's arrays."""
+    return torch.from_numpy(change(matrix.cpu().numpy())).to(matrix.device)
+
+
 def squares(a: np.ndarray, b: np.ndarray | None = None) -> float:
     """The sum of the squares of a, or of a - b, in float64, piece by piece: nothing is held.
 
     On a GPU where there is one: a model's gradients are billions of numbers.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     size = _PIECES[device]
     arrays = [_viewed(x).reshape(-1) for x in ((a,) if b is None else (a, b))]
     total = 0.0
