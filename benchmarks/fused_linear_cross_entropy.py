@@ -33,6 +33,7 @@ ROUNDS = 5
 MOST_ROWS_OF_ALL = 16384  # where those that hold all logits still take part
 PART = 2048  # rows of one bare product
 GIB = 2**30
+TOKAMAX = "tokamax, chunked_xla"
 
 Row = dict[str, Any]
 
@@ -40,6 +41,9 @@ Row = dict[str, Any]
 def measure(
     quick: bool = False, shapes: Iterable[tuple[int, ...]] = (), only: Collection[str] = ()
 ) -> Iterator[Row]:
+    known = {**torch_implementations(), **jax_implementations()}
+    if unknown := set(only) - set(known):
+        raise ValueError(f"--only must be of {', '.join(known)}; got {', '.join(sorted(unknown))}")
     for shape in shapes or (SHAPES[:1] if quick else SHAPES):
         yield from _one_shape(*shape, only)
 
@@ -74,13 +78,22 @@ def torch_implementations(kernel: str = "triton") -> dict[str, Callable[..., tor
 
 
 def jax_implementations() -> dict[str, Callable[..., jax.Array]]:
+    """The same; tokamax's takes the weight as (D, V), and is given it so."""
     ours = functools.partial(jax_liger.fused_linear_cross_entropy, implementation="pallas")
-    return {
+    found: dict[str, Callable[..., jax.Array]] = {
         "jax_liger": ours,
         "jax_liger, bfloat16 sums": functools.partial(ours, accum_dtype="bfloat16"),
         "jax_liger, least memory": functools.partial(ours, memory="least"),
         "XLA": functools.partial(jax_liger.fused_linear_cross_entropy, implementation="xla"),
     }
+    try:
+        from tokamax import linear_softmax_cross_entropy_loss as tokamax
+    except ImportError:
+        return found
+    found[TOKAMAX] = lambda hidden, weight, labels: tokamax(
+        hidden, labels, weight, reduction="mean", implementation="chunked_xla"
+    )
+    return found
 
 
 def torch_gradients(function: Callable[..., torch.Tensor], hidden, weight, labels) -> Any:
@@ -153,13 +166,17 @@ def _one_shape(rows: int, dim: int, vocab: int, only: Collection[str]) -> Iterat
             continue
         if only and name not in only:
             continue
-        fn = jax_gradients(function)
-        few = (arrays[0][:CHECKED_ROWS], arrays[1], labels[0][:CHECKED_ROWS])
-        error = check(name, [to_torch(g) for g in fn(*few)], exact)
+        fn, (hidden, weight) = jax_gradients(function), arrays
+        weight = weight.T if name == TOKAMAX else weight
+        dhidden, dweight = map(
+            to_torch, fn(hidden[:CHECKED_ROWS], weight, labels[0][:CHECKED_ROWS])
+        )
+        error = check(name, (dhidden, dweight.T if name == TOKAMAX else dweight), exact)
         for suffix, y in _labels(name, *labels):
-            peak = fn.lower(*arrays, y).compile().memory_analysis().temp_size_in_bytes
+            peak = fn.lower(hidden, weight, y).compile().memory_analysis().temp_size_in_bytes
             products = _jax_milliseconds(bare, *arrays)
-            yield row(name + suffix, _jax_milliseconds(fn, *arrays, y), products, peak, error)
+            ms = _jax_milliseconds(fn, hidden, weight, y)
+            yield row(name + suffix, ms, products, peak, error)
 
 
 def _labels(name: str, all_count: Any, half: Any) -> list[tuple[str, Any]]:

@@ -60,9 +60,10 @@ Row = dict[str, Any]
 Function = Callable[..., Any]
 
 
-def measure(quick: bool = False) -> Iterator[Row]:
+def measure(quick: bool = False, shapes: Iterable[tuple[int, ...]] = ()) -> Iterator[Row]:
     torch._functorch.config.donated_buffer = False  # lets a compiled backward run repeatedly
-    for dim, heads in SHAPES[:1] if quick else SHAPES:
+    chosen = [(dim, Heads(*heads)) for dim, *heads in shapes]
+    for dim, heads in chosen or (SHAPES[:1] if quick else SHAPES):
         for swept, others in ROWS.items():
             found: dict[str, list[Config]] = {}
             torch._dynamo.reset()

@@ -32,6 +32,7 @@ PACKAGES = (
     "flax",
     "optax",
     "peft",
+    "tokamax",
 )
 
 
@@ -42,8 +43,8 @@ def main() -> None:
     parser.add_argument("--plot", type=pathlib.Path, help="draw the PNG of this JSON and stop")
     parser.add_argument("--quick", action="store_true", help="one shape, and the launch costs")
     parser.add_argument(
-        "--shape", action="append", default=[], metavar="ROWSxDxV",
-        help="of fused_linear_cross_entropy: this shape alone; may be given several times",
+        "--shape", action="append", default=[], metavar="ROWSxDxV | DxNxKxH",
+        help=f"of {' or '.join(OWN)}: this shape alone; may be given several times",
     )  # fmt: skip
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME",

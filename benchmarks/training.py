@@ -228,6 +228,10 @@ WORKS: dict[str, Callable[[list[str] | None], Iterator[Row]]] = {
 
 
 def _chosen(candidates: dict[str, Any], only: list[str] | None) -> dict[str, Any]:
+    if unknown := set(only or ()) - set(candidates):
+        raise ValueError(
+            f"--only must be of {', '.join(candidates)}; got {', '.join(sorted(unknown))}"
+        )
     return {name: one for name, one in candidates.items() if not only or name in only}
 
 
