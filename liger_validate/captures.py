@@ -20,13 +20,13 @@ ANGLES = "rotary_emb"
 IN, OUT = "in", "out"
 
 
-class Later(Mapping[str, np.ndarray]):
-    """Arrays that come to the host when they are asked for, since not all may fit there at once."""
+class Later(Mapping[str, Any]):
+    """Arrays that are fetched when they are asked for, since not all may fit at once."""
 
-    def __init__(self, fetch: Mapping[str, Callable[[], np.ndarray]]):
+    def __init__(self, fetch: Mapping[str, Callable[[], Any]]):
         self._fetch = fetch
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def __getitem__(self, name: str) -> Any:
         return self._fetch[name]()
 
     def __iter__(self) -> Iterator[str]:
@@ -45,7 +45,8 @@ class Capture:
             returns a tuple counts by the tuple's first.
         angles: cos and sin by type of layer; None stands for every type.
         head: gives the head's weight (V, D) as the model has it.
-        gradients: of the loss for every parameter, by its name in PyTorch, if asked for.
+        gradients: of the loss for every parameter, by its name in PyTorch, if asked for; NumPy's
+            arrays, or tensors that are still where they were made.
         output_gradients: of the loss for every module's output, if asked for. input_gradients: for
             its input, as far as the input goes through that module.
         skipped: by name, why something is not in it.
@@ -58,7 +59,7 @@ class Capture:
     angles: dict[str | None, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     head: Callable[[], np.ndarray] | None = None
     loss: float | None = None
-    gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
+    gradients: Mapping[str, Any] = field(default_factory=dict)
     input_gradients: dict[str, np.ndarray] = field(default_factory=dict)
     output_gradients: dict[str, np.ndarray] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -190,21 +191,18 @@ def _loss(model: Any, batch: Batch) -> Any:
 def gradients_of_torch(model: Any, batch: Batch, capture: Capture) -> None:
     """Adds the loss and the parameters' gradients to the capture; nothing watches the modules.
 
-    A parameter that has got no gradient has one of zeros.
+    A parameter that has got no gradient has one of zeros. They stay tensors, where they are.
     """
-    from liger_validate.tensors import from_torch
+    import torch
 
     model.zero_grad(set_to_none=True)
     loss = _loss(model, batch)
     loss.backward()
     capture.loss = loss.item()
-    capture.gradients = Later(
-        {
-            name: partial(np.zeros, tuple(p.shape), np.float32) if p.grad is None
-            else partial(from_torch, p.grad)
-            for name, p in model.named_parameters()
-        }
-    )  # fmt: skip
+    capture.gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
 
 
 def gradients_at_modules_of_torch(model: Any, batch: Batch, capture: Capture, config: Any) -> None:

@@ -133,7 +133,7 @@ def of_gradients(
     own: dict[str, float] = {}
     off: dict[str, dict[str, float]] = {}
     for name, wanted in exact.gradients.items():
-        sizes[name], own[name], off[name] = wanted.size, squares(wanted), {}
+        sizes[name], own[name], off[name] = math.prod(wanted.shape), squares(wanted), {}
         for label, capture in captures.items():
             if name in capture.gradients:
                 actual = capture.gradients[name]

@@ -42,7 +42,7 @@ def changed(matrix: torch.Tensor, change: Callable[[np.ndarray], np.ndarray]) ->
     return torch.from_numpy(change(matrix.cpu().numpy())).to(matrix.device)
 
 
-def squares(a: np.ndarray, b: np.ndarray | None = None) -> float:
+def squares(a: np.ndarray | torch.Tensor, b: np.ndarray | torch.Tensor | None = None) -> float:
     """The sum of the squares of a, or of a - b, in float64, piece by piece: nothing is held.
 
     On a GPU where there is one: a model's gradients are billions of numbers.
@@ -58,8 +58,10 @@ def squares(a: np.ndarray, b: np.ndarray | None = None) -> float:
     return total
 
 
-def _viewed(array: np.ndarray) -> torch.Tensor:
+def _viewed(array: np.ndarray | torch.Tensor) -> torch.Tensor:
     """The array's own memory, to be read."""
+    if isinstance(array, torch.Tensor):
+        return array.detach()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         if array.dtype == DTYPES["bfloat16"]:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,8 +59,6 @@ def _weight(name: str) -> str:
 def _train_torch(model: Any, batch: Batch, steps: int, learning_rate: float) -> dict[str, Any]:
     import torch
 
-    from liger_validate.tensors import from_torch
-
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     losses, norms = [], []
     capture = captures.Capture("", "")
@@ -70,7 +67,7 @@ def _train_torch(model: Any, batch: Batch, steps: int, learning_rate: float) -> 
         losses.append(capture.loss)
         norms.append(_norm(capture.gradients.values()))
         optimizer.step()
-    weights = captures.Later({name: partial(from_torch, p) for name, p in model.named_parameters()})
+    weights = dict(model.named_parameters())
     return {"losses": losses, "gradient_norms": norms, "weights": weights}
 
 

@@ -11,7 +11,7 @@ Launchers, then the custom_vjp, then the entry point. `Plan` says how the logits
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,29 +21,12 @@ from liger_ops import backend_pallas
 from liger_ops.backend_pallas import as_structure, from_structure
 from liger_ops.cross_entropy import pallas_rows, reduce
 from liger_ops.cross_entropy.pallas_rows import Constants, class_weight_sum
-from liger_ops.fused_linear_cross_entropy import pallas_parts, pallas_vocab, xla, xla_vocab
+from liger_ops.fused_linear_cross_entropy import pallas_parts, pallas_plain, pallas_vocab, xla_vocab
 from liger_ops.fused_linear_cross_entropy.cases import Plan
 from liger_ops.fused_linear_cross_entropy.pallas_parts import Gradients, Need, Settings, Upstream
+from liger_ops.fused_linear_cross_entropy.pallas_plain import Outputs, hidden_dtype, upstream_of
 
 NOTHING = Need(False, False, False)
-
-
-class _Outputs(NamedTuple):
-    """What the forward makes; None for what is not.
-
-    Attributes:
-        ce, z, predicted: of the labels' shape.
-        statistics: (..., 2).
-        logits: (..., V).
-        gradients: times a power of two that `Upstream.normalized` gives of the mean's factors.
-    """
-
-    ce: Any
-    z: Any
-    predicted: Any
-    statistics: Any
-    logits: Any
-    gradients: Gradients
 
 
 def _plan(settings: Settings, need: Need, hidden: jax.Array, weight: jax.Array) -> Plan:
@@ -82,7 +65,7 @@ def _back(leading: tuple[int, ...], tree: Any) -> Any:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _forward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, classes,
-             class_weight, factors) -> _Outputs:  # fmt: skip
+             class_weight, factors) -> Outputs:  # fmt: skip
     now, later = _in_forward(settings, plan, need), _in_backward(settings, plan, need)
     keeps_logits = plan.keeps_logits and any(need)
 
@@ -96,7 +79,7 @@ def _forward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, c
             logits = pallas_parts.logits_of(settings, h, weight)
             tokens = pallas_vocab.forward(settings.rows, logits, y, constants, shard)
         else:
-            upstream = _upstream(settings, factors).normalized()[1] if any(now) else None
+            upstream = upstream_of(settings, factors).normalized()[1] if any(now) else None
             tokens, gradients = pallas_parts.over_parts(
                 settings, now, plan.rows, h, weight, y, constants, upstream=upstream, shard=shard
             )
@@ -119,7 +102,7 @@ def _forward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, c
         joined_axes=settings.vocab_axes,
     )  # fmt: skip
     ce, z, predicted, statistics, logits, *gradients = outputs
-    return _Outputs(ce, z, predicted, statistics, logits, Gradients(*gradients))
+    return Outputs(ce, z, predicted, statistics, logits, Gradients(*gradients))
 
 
 def _local(settings: Settings, hidden, weight, classes, axes: tuple[str, ...]):
@@ -138,71 +121,12 @@ def _head(settings: Settings) -> str:
     return "v d" if settings.vocab_axis == 0 else "d v"
 
 
-def _upstream(settings: Settings, factors: jax.Array) -> Upstream:
-    """Of every token's ce and z, by the mean's factors, (2,)."""
-    return Upstream(factors[:1], factors[1:] if settings.rows.z_loss else None)
-
-
 @_forward.defjvp
 def _forward_jvp(settings, plan, need, primals, tangents):
-    """Second derivatives come from the XLA version."""
     now, later = _in_forward(settings, plan, need), _in_backward(settings, plan, need)
-    rows = settings.rows
-
-    def plain(hidden, weight, bias, classes, class_weight, factors):
-        losses = _plain_losses(settings, classes, class_weight)
-        (ce, z), vjp = jax.vjp(losses, hidden, weight, bias)
-        logits = xla.logits_of(hidden, weight, None, 1.0, settings.vocab_axis)
-        gradients = Gradients()
-        if any(now):
-            of_ce, of_z = _upstream(settings, factors).normalized()[1]
-            of_z = jnp.zeros_like(of_ce) if of_z is None else of_z
-            made = vjp((jnp.broadcast_to(of_ce, ce.shape), jnp.broadcast_to(of_z, z.shape)))
-            dtypes = (_hidden_dtype(settings, hidden), settings.sum_dtype, jnp.float32)
-            gradients = Gradients(
-                *(
-                    g.astype(dtype) if needed else None
-                    for g, dtype, needed in zip(made, dtypes, now, strict=True)
-                )
-            )
-        seen = rows.cap(_seen(rows, jax.lax.stop_gradient(logits), bias))
-        statistics, predicted = xla_vocab.statistics(
-            seen, classes, class_weight if rows.keeps_weight else None, settings.manual_axes
-        )
-        return _Outputs(
-            ce,
-            z if rows.z_loss else None,
-            predicted if rows.predict else None,
-            statistics if any(later) else None,
-            logits if plan.keeps_logits and any(need) else None,
-            gradients,
-        )
-
+    keeps_logits = plan.keeps_logits and any(need)
+    plain = functools.partial(pallas_plain.forward, settings, keeps_logits, now, any(later))
     return jax.jvp(plain, primals, tangents)
-
-
-def _seen(rows: pallas_rows.Settings, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
-    x = logits.astype(jnp.float32) * rows.logit_scale
-    return x if bias is None else x + jax.lax.stop_gradient(bias)
-
-
-def _plain_losses(settings: Settings, classes, class_weight) -> Any:
-    rows = settings.rows
-    options = (rows.label_smoothing, rows.softcap, rows.z_loss)
-
-    def losses(hidden, weight, bias):
-        given = (hidden, weight, classes, bias, class_weight)
-        given = (*given, rows.logit_scale, settings.vocab_axis)
-        if settings.manual:
-            return xla_vocab.token_losses(*given, *options, settings.manual_axes)
-        return xla.token_losses(*given, *options)
-
-    return losses
-
-
-def _hidden_dtype(settings: Settings, hidden: jax.Array) -> Any:
-    """Of hidden's gradient: under shard_map not yet rounded, for it is summed over the shards."""
-    return jnp.float32 if settings.manual else hidden.dtype
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -269,25 +193,10 @@ def _backward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, 
 
 @_backward.defjvp
 def _backward_jvp(settings, plan, need, primals, tangents):
-    """Second derivatives come from the XLA version."""
-
-    def plain(hidden, weight, bias, classes, class_weight, statistics, logits, upstream):
-        losses = _plain_losses(settings, classes, class_weight)
-        (ce, z), vjp = jax.vjp(losses, hidden, weight, bias)
-        of_z = jnp.zeros((), z.dtype) if upstream.dz is None else upstream.dz
-        made = vjp((jnp.broadcast_to(upstream.dce, ce.shape), jnp.broadcast_to(of_z, z.shape)))
-        dtypes = (_hidden_dtype(settings, hidden), weight.dtype, jnp.float32)
-        return Gradients(
-            *(
-                g.astype(dtype) if needed else None
-                for g, dtype, needed in zip(made, dtypes, need, strict=True)
-            )
-        )
-
-    return jax.jvp(plain, primals, tangents)
+    return jax.jvp(functools.partial(pallas_plain.backward, settings, need), primals, tangents)
 
 
-def _reduced(settings: Settings, outputs: _Outputs, factors: jax.Array | None) -> Any:
+def _reduced(settings: Settings, outputs: Outputs, factors: jax.Array | None) -> Any:
     pair = None if factors is None else (factors[0], factors[1])
     return *reduce.summed(outputs.ce, outputs.z, pair), outputs.predicted
 
@@ -320,7 +229,7 @@ def _loss_bwd(settings, saved, cotangents):
     if factors is None:
         upstream = Upstream(dloss, dloss if settings.rows.z_loss else None)
     else:
-        upstream = jax.tree.map(lambda f: f * dloss, _upstream(settings, factors))
+        upstream = jax.tree.map(lambda f: f * dloss, upstream_of(settings, factors))
     later = _in_backward(settings, plan, need)
     gradients = Gradients()
     if any(later):
@@ -329,8 +238,8 @@ def _loss_bwd(settings, saved, cotangents):
             upstream,
         )  # fmt: skip
     if factors is not None and any(_in_forward(settings, plan, need)):
-        unit = _upstream(settings, factors).normalized()[0] * dloss
-        dtypes = (_hidden_dtype(settings, hidden), weight.dtype, jnp.float32)
+        unit = upstream_of(settings, factors).normalized()[0] * dloss
+        dtypes = (hidden_dtype(settings, hidden), weight.dtype, jnp.float32)
         gradients = Gradients(
             *(
                 late if early is None else pallas_parts.scaled(early, unit, dtype)
