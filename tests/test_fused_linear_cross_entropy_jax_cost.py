@@ -112,6 +112,47 @@ def test_ignored_rows_cost_no_product(monkeypatch):
         assert not np.asarray(results[1][0])[np.asarray(inputs["labels"]) == -100].any()
 
 
+@pytest.mark.parametrize("count", [0, 129, 130, 387, 388, 517])
+def test_where_logits_are_kept_the_products_are_of_the_quarters_that_count(count, monkeypatch):
+    products, dot = [], jax.lax.dot_general
+
+    def counted(a, b, *settings, **more):
+        rows = next(n for n in (*a.shape, *b.shape) if n not in (D, V))
+        jax.debug.callback(lambda: products.append(rows))
+        return dot(a, b, *settings, **more)
+
+    monkeypatch.setattr(pallas_parts, "LEAST_WORK", 0)
+    rows = 517
+    inputs = draw(rows=rows, ignored=())
+    ignored = np.random.default_rng(0).permutation(rows)[count:]
+    inputs["labels"] = inputs["labels"].at[ignored].set(-100)
+    expected = gradients_of(xla, inputs)
+    jax.clear_caches()
+    monkeypatch.setattr(jax.lax, "dot_general", counted)
+    results = gradients_of(pallas, inputs)
+    jax.effects_barrier()
+    quarter = next(n for n in (129, 258, 387, 517) if count <= n)
+    assert products == [quarter] * 3
+    assert_close(results, expected, 2.0**-6)
+    assert not np.asarray(results[1][0])[ignored].any()
+
+
+def test_kept_logits_of_a_batch_are_of_all_rows(monkeypatch):
+    """Where each of a batch took a branch of its own, all branches would be computed."""
+    monkeypatch.setattr(pallas_parts, "LEAST_WORK", 0)
+    inputs = draw(rows=96, ignored=range(60))
+    batch = jnp.stack([inputs["hidden"], 2 * inputs["hidden"]])
+    labels = jnp.stack([inputs["labels"], inputs["labels"][::-1]])
+    jax.clear_caches()
+    fn = lambda h, y: gradients_of(pallas, {**inputs, "hidden": h, "labels": y})  # noqa: E731
+    of_batch = jax.make_jaxpr(jax.vmap(fn))(batch, labels).jaxpr
+    assert [e.primitive.name for e in equations(of_batch)].count("cond") == 2
+    both = jax.vmap(fn)(batch, labels)
+    for i in range(2):
+        alone = gradients_of(xla, {**inputs, "hidden": batch[i], "labels": labels[i]})
+        assert_close(jax.tree.map(lambda a, i=i: a[i], both), alone, 2.0**-6)
+
+
 def test_sums_in_bfloat16_where_they_are_asked_for():
     inputs = draw(rows=512)
     settings = {"memory": 128 * V * 2, "accum_dtype": jnp.bfloat16}

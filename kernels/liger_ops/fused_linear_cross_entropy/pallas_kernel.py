@@ -76,7 +76,7 @@ def _forward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, c
         h, y, shard = _local(settings, hidden, weight, classes, axes)
         logits, gradients = None, Gradients()
         if keeps_logits:
-            logits = pallas_parts.logits_of(settings, h, weight)
+            logits = pallas_parts.kept_logits(settings, h, weight, y)
             tokens = pallas_vocab.forward(settings.rows, logits, y, constants, shard)
         else:
             upstream = upstream_of(settings, factors).normalized()[1] if any(now) else None

@@ -5,6 +5,8 @@ Logits are made a part of the rows at a time (`over_parts`), or a block of the c
 of its operands with sums in float32.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from liger_ops.cross_entropy import pallas_rows
 from liger_ops.cross_entropy.pallas_rows import Constants, Tokens
 from liger_ops.cross_entropy.xla import IGNORED
 from liger_ops.fused_linear_cross_entropy import pallas_vocab
+from liger_ops.fused_linear_cross_entropy.cases import LEAST_WORK
 from liger_ops.fused_linear_cross_entropy.pallas_vocab import Shard
 
 
@@ -82,22 +85,72 @@ def logits_of(settings: Settings, hidden: jax.Array, weight: jax.Array) -> jax.A
     return jax.lax.dot_general(hidden, weight, (((1,), (1 - settings.vocab_axis,)), ((), ())))
 
 
-def hidden_gradient(
+def hidden_product(
     settings: Settings, dlogits, weight, unit: jax.Array | None, shard: Shard | None
 ) -> jax.Array:
-    """Times `unit`, and of all shards together, rounded once."""
     dtype = weight.dtype if unit is None and shard is None else jnp.float32
     contracted = (((1,), (settings.vocab_axis,)), ((), ()))
-    gradient = jax.lax.dot_general(dlogits, weight, contracted, preferred_element_type=dtype)
+    return jax.lax.dot_general(dlogits, weight, contracted, preferred_element_type=dtype)
+
+
+def hidden_gradient(product: jax.Array, dtype: Any, unit: jax.Array | None, shard: Shard | None):
+    """The product times `unit`, and of all shards together, rounded once."""
     if shard is not None:
-        gradient = shard.sum_gradient(gradient)
-    return scaled(gradient, unit, pallas_vocab.gradient_dtype(shard, weight.dtype))
+        product = shard.sum_gradient(product)
+    return scaled(product, unit, pallas_vocab.gradient_dtype(shard, dtype))
 
 
 def weight_gradient(settings: Settings, dlogits, hidden, dtype: Any) -> jax.Array:
     pair = (dlogits, hidden) if settings.vocab_axis == 0 else (hidden, dlogits)
     contracted = (((0,), (0,)), ((), ()))
     return jax.lax.dot_general(*pair, contracted, preferred_element_type=dtype)
+
+
+@jax.custom_batching.custom_vmap
+def _count(classes: jax.Array) -> jax.Array:
+    return jnp.sum(classes != IGNORED, dtype=jnp.int32)
+
+
+@_count.def_vmap
+def _count_of_batch(axis_size, in_batched, classes):
+    """All rows: where each of a batch took a branch of its own, all branches would be computed."""
+    del axis_size, in_batched
+    return jnp.int32(classes.shape[-1]), False
+
+
+def over_rows_that_count(
+    classes: jax.Array, weight: jax.Array, products: Callable[[jax.Array | None], Any]
+) -> Any:
+    """products(at), of the fewest quarters of the rows that hold all that count, or products(None)
+    of all rows. To ask how many count is to wait for the device, so small products are of all.
+    """
+    num_rows = classes.shape[0]
+    if num_rows * weight.size < LEAST_WORK:
+        return products(None)
+    order = jnp.argsort(classes == IGNORED, stable=True).astype(jnp.int32)
+    quarters = [num_rows * i // 4 for i in (1, 2, 3)]
+    count = _count(classes)
+    branch = sum(jnp.int32(count > rows) for rows in quarters)
+    some = [functools.partial(products, order[:rows]) for rows in quarters]
+    return jax.lax.switch(branch, [*some, functools.partial(products, None)])
+
+
+def _spread(rows: jax.Array, at: jax.Array, like: jax.Array) -> jax.Array:
+    """`rows` at their places among as many as `like` has, the others zero."""
+    zeros: Any = jnp.zeros((like.shape[0], rows.shape[1]), rows.dtype)
+    zeros = backend_pallas.match_axes(zeros, rows)[0]
+    return zeros.at[at].set(rows, mode="promise_in_bounds", unique_indices=True)
+
+
+def kept_logits(settings: Settings, hidden, weight, classes) -> jax.Array:
+    """Of all rows at once; those of ignored rows may be zeros."""
+
+    def logits(at: jax.Array | None) -> jax.Array:
+        if at is None:
+            return logits_of(settings, hidden, weight)
+        return _spread(logits_of(settings, hidden[at], weight), at, hidden)
+
+    return over_rows_that_count(classes, weight, logits)
 
 
 def of_kept_logits(
@@ -118,13 +171,21 @@ def of_kept_logits(
         settings.rows, logits, classes, constants, statistics, *upstream,
         vocab=pallas_vocab.size(shard), in_place=True, sum_bias=need.bias,
     )  # fmt: skip
-    dhidden = dweight = None
+
+    def products(at: jax.Array | None) -> tuple[Any, Any]:
+        h, d = (hidden, dlogits) if at is None else (hidden[at], dlogits[at])
+        dhidden = dweight = None
+        if need.hidden:
+            dhidden = hidden_product(settings, d, weight, unit, shard)
+            dhidden = dhidden if at is None else _spread(dhidden, at, hidden)
+        if need.weight:
+            dtype = hidden.dtype if unit is None else jnp.float32
+            dweight = scaled(weight_gradient(settings, d, h, dtype), unit, weight.dtype)
+        return dhidden, dweight
+
+    dhidden, dweight = over_rows_that_count(classes, weight, products)
     if need.hidden:
-        dhidden = hidden_gradient(settings, dlogits, weight, unit, shard)
-    if need.weight:
-        dtype = hidden.dtype if unit is None else jnp.float32
-        dweight = weight_gradient(settings, dlogits, hidden, dtype)
-        dweight = scaled(dweight, unit, weight.dtype)
+        dhidden = hidden_gradient(dhidden, weight.dtype, unit, shard)
     if need.bias:
         dbias = scaled(dbias, unit, jnp.float32)
     return Gradients(dhidden, dweight, dbias)
@@ -167,7 +228,8 @@ def over_parts(
         )  # fmt: skip
         dhidden = dweight = None
         if need.hidden:
-            dhidden = hidden_gradient(settings, dlogits, weight, unit, shard)
+            dhidden = hidden_product(settings, dlogits, weight, unit, shard)
+            dhidden = hidden_gradient(dhidden, weight.dtype, unit, shard)
         if need.weight:
             dweight = weight_gradient(settings, dlogits, hidden, settings.sum_dtype)
         return tokens, Gradients(dhidden, dweight, dbias)

@@ -17,10 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_ops import backend_triton
-
-# A product of fewer multiplications takes less than a millisecond, of which launching the kernel
-# with its descriptors would be a part that shows.
-LEAST_WORK = 2**38
+from liger_ops.fused_linear_cross_entropy.cases import LEAST_WORK
 
 
 @triton.jit
