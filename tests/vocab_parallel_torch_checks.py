@@ -1,5 +1,6 @@
-"""Run by test_vocab_parallel_torch.py, once a process: RANK PROCESSES FILE cpu|cuda, where FILE is
-the processes' meeting point.
+"""Run by test_vocab_parallel_torch.py, once a process: RANK PROCESSES FILE cpu|cuda [CHECK ...],
+where FILE is the processes' meeting point. Where there is but one GPU, all processes use it, and add
+up through gloo.
 
 Prints one line a check: its name, then "ok" or what went wrong.
 """
@@ -399,21 +400,21 @@ CHECKS = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if DEVICE == "cuda":
+    device = None
+    if DEVICE == "cuda" and torch.cuda.device_count() >= PROCESSES:  # NCCL wants one GPU a process
         device = torch.device("cuda", RANK)
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if DEVICE == "cuda" else "gloo",
+        "nccl" if device else "gloo",
         init_method=f"file://{sys.argv[3]}",
         rank=RANK,
         world_size=PROCESSES,
         timeout=datetime.timedelta(seconds=60),
-        device_id=device if DEVICE == "cuda" else None,
+        device_id=device,
     )
-    for name, check in CHECKS.items():
+    for name in sys.argv[5:] or CHECKS:
         try:
-            check()
+            CHECKS[name]()
             print(name, "ok", flush=True)
         except Exception:
             text = traceback.format_exc().replace("\n", " | ")
