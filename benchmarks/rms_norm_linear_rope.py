@@ -1,13 +1,13 @@
 """rms_norm_linear_rope: norm, projection to q, k and v, and rotation, fused and not.
 
     python benchmarks/run.py rms_norm_linear_rope --out benchmarks/results/rms_norm_linear_rope.json
-    python benchmarks/rms_norm_linear_rope.py benchmarks/results/rms_norm_linear_rope.json
+    python benchmarks/rms_norm_linear_rope.py benchmarks/results/rms_norm_linear_rope*.json
 
 The first measures, trying many tiles of the fused kernels at one number of rows of each kind and
 the best of them at the others: `of_composed` is the time over that of the composition of this
 project's kernels, `of_best` over that of the fastest that is not fused in the same framework,
 torch.compile and XLA among them. Tiles that are wrong or do not fit are printed and left out. The
-second writes, from its result, the table by which the package decides where the fused kernel runs.
+second writes, from its results, the table by which the package decides where the fused kernel runs.
 Every set of inputs has a weight of its own, so that none is read from the cache.
 """
 
@@ -339,11 +339,11 @@ def _tiles(config: Config) -> str:
     return f"{tiles} {config.num_warps}w {config.num_stages}s {config.scales}{kind}"
 
 
-def table_of(result: dict[str, Any]) -> dict[str, Any]:
+def table_of(*results: dict[str, Any]) -> dict[str, Any]:
     """The package's table: of every size, the fastest tiles in the pass that decides."""
     sizes: dict[Any, list[Row]] = {}
     names = ("framework", "dim", "num_heads", "num_kv_heads", "head_dim", "rows")
-    for row in result["rows"]:
+    for row in (row for result in results for row in result["rows"]):
         if "config" in row:
             sizes.setdefault(tuple(row[name] for name in names), []).append(row)
     entries = []
@@ -355,8 +355,9 @@ def table_of(result: dict[str, Any]) -> dict[str, Any]:
             {**dict(zip(names, size, strict=True)), "config": fastest["config"],
              **{row["pass"]: round(row["of_composed"], 4) for row in same}}
         )  # fmt: skip
-    source = f"{result['command']}; time over the composition's, bfloat16, {result['versions']}"
-    return {"device": result["device"], "source": source, "entries": entries}
+    commands = "; ".join(result["command"] for result in results)
+    source = f"{commands}; time over the composition's, bfloat16, {results[0]['versions']}"
+    return {"device": results[0]["device"], "source": source, "entries": entries}
 
 
 def plot(result: dict, path: Any) -> None:
@@ -396,8 +397,9 @@ def plot(result: dict, path: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the package's table from a result.")
-    parser.add_argument("result", type=pathlib.Path)
-    found = table_of(json.loads(parser.parse_args().result.read_text()))
+    parser.add_argument("results", type=pathlib.Path, nargs="+", help="of different sizes")
+    results = [json.loads(path.read_text()) for path in parser.parse_args().results]
+    found = table_of(*results)
     path = rule.path_of(found["device"])
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(f"wrote {len(found['entries'])} entries to {path}")

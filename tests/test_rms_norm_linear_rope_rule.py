@@ -76,9 +76,9 @@ def test_the_tables_in_the_package_are_well_formed():
 
 
 def test_what_was_measured_on_an_h200_decides_there():
-    def fused(framework, rows, trained=None, **settings):
+    def fused(framework, rows, trained=None, dim=4096, heads=TABLE_HEADS, **settings):
         given = {"dtype": "bfloat16", "as_measured": True, "trained": trained, **settings}
-        choice = rule.choose("NVIDIA H200", framework, rows, 4096, TABLE_HEADS, **given)
+        choice = rule.choose("NVIDIA H200", framework, rows, dim, heads, **given)
         assert choice.config is None or choice.config.scales == "x"
         return choice.fused
 
@@ -90,3 +90,6 @@ def test_what_was_measured_on_an_h200_decides_there():
         assert not fused(framework, 16, trained=True)
         assert not fused(framework, 16, dtype="float32")
         assert not fused(framework, 16, as_measured=False)
+        of_64 = {"dim": 2048, "heads": Heads(32, 8, 64)}
+        assert all(fused(framework, rows, **of_64) for rows in (1, 2, 16))
+        assert not any(fused(framework, rows, **of_64) for rows in (17, 2048, 8192, 16384))

@@ -1,6 +1,6 @@
 """Run by test_vocab_parallel_torch.py, once a process: RANK PROCESSES FILE cpu|cuda [CHECK ...],
-where FILE is the processes' meeting point. Where there is but one GPU, all processes use it, and add
-up through gloo.
+where FILE is the processes' meeting point. Where there are too few GPUs, all processes use the
+first, and add up through gloo.
 
 Prints one line a check: its name, then "ok" or what went wrong.
 """
