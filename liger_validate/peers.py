@@ -6,8 +6,8 @@ cannot take. Operations without an adapter are not offered either.
 liger-kernel: `liger_kernel.transformers.functional`, run with 0.8.5. In Triton's interpreter its
 rope and most of its cross-entropies run, in float32 and float16; all else needs a GPU.
 
-tokamax: `tokamax.layer_norm`, with means or without, run with 0.0.17. Its gated_linear_unit holds the
-products too, and its linear_softmax_cross_entropy_loss knows no label to ignore: neither is an
+tokamax: `tokamax.layer_norm`, with means or without, run with 0.0.17. Its gated_linear_unit holds
+the products too, and its linear_softmax_cross_entropy_loss knows no label to ignore: neither is an
 operation of ours.
 """
 
