@@ -121,7 +121,7 @@ def test_the_plan_is_a_function_of_shapes_and_memory():
             return max(used, rows * plan.classes * 2)
         return used + (vocab * dim * 4 if sum_itemsize == 4 and not plan.keeps_logits else 0)
 
-    assert plan(4096) == Plan(4096, True, False, None)
+    assert plan(4096) == Plan(4096, True, False, None, True)
     assert plan(16384) == Plan(4096, False, True, None)
     for rows, shape in itertools.product(
         (1, 4096, 16384, 65536, 70001),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from liger_ops.fused_linear_cross_entropy import pallas_parts
+from liger_ops.fused_linear_cross_entropy import cases, pallas_parts
 from liger_ops.fused_linear_cross_entropy.cases import Plan
 from test_fused_linear_cross_entropy_jax import (
     PLANS,
@@ -121,7 +121,7 @@ def test_where_logits_are_kept_the_products_are_of_the_quarters_that_count(count
         jax.debug.callback(lambda: products.append(rows))
         return dot(a, b, *settings, **more)
 
-    monkeypatch.setattr(pallas_parts, "LEAST_WORK", 0)
+    monkeypatch.setattr(cases, "LEAST_WORK", 0)
     rows = 517
     inputs = draw(rows=rows, ignored=())
     ignored = np.random.default_rng(0).permutation(rows)[count:]
@@ -139,7 +139,7 @@ def test_where_logits_are_kept_the_products_are_of_the_quarters_that_count(count
 
 def test_kept_logits_of_a_batch_are_of_all_rows(monkeypatch):
     """Where each of a batch took a branch of its own, all branches would be computed."""
-    monkeypatch.setattr(pallas_parts, "LEAST_WORK", 0)
+    monkeypatch.setattr(cases, "LEAST_WORK", 0)
     inputs = draw(rows=96, ignored=range(60))
     batch = jnp.stack([inputs["hidden"], 2 * inputs["hidden"]])
     labels = jnp.stack([inputs["labels"], inputs["labels"][::-1]])
@@ -175,6 +175,7 @@ def scratch(plan, rows, sum_itemsize):
     if plan.keeps_logits or plan.classes is not None or sum_itemsize == 2:
         sums = 0
     of_part = 0 if plan.in_gradient else plan.rows * LLAMA["vocab"] * 2
+    of_part += of_part * 3 // 4 if plan.skips_kept else 0
     of_block = 0 if plan.classes is None else rows * plan.classes * 2
     return sums + max(of_part, of_block)
 
@@ -188,7 +189,9 @@ def test_the_plan_keeps_to_its_memory(rows, sum_itemsize, memory, most):
     assert scratch(plan, rows, sum_itemsize) <= most * GIB
     assert plan.rows % 128 == 0 and plan.rows <= rows
     if memory == "fast" and sum_itemsize == 4:
-        wanted = Plan(4096, True, False, None) if rows == 4096 else Plan(4096, False, True, None)
+        wanted = (
+            Plan(4096, True, False, None, True) if rows == 4096 else Plan(4096, False, True, None)
+        )
         assert plan == wanted
     if memory == "least":
         assert plan.classes is not None and plan.classes % 128 == 0
@@ -197,7 +200,10 @@ def test_the_plan_keeps_to_its_memory(rows, sum_itemsize, memory, most):
 def test_plans_of_other_shapes():
     plan = functools.partial(Plan.for_shape, sum_itemsize=4, needs_weight=True)
     assert plan(0, 8, 5, 4) == Plan(0, True, False, None)
-    assert plan(100, 64, 1000, 2).keeps_logits
+    kept = plan(100, 64, 1000, 2)
+    assert kept.keeps_logits and not kept.skips_kept  # so little is not worth it
+    kept = plan(8192, 4096, 128256, 2)
+    assert kept.keeps_logits and not kept.skips_kept  # for there is no room
     # Equal parts, and none of fewer rows than a tile has.
     assert plan(300, D, V, 2, memory=PLANS["parts"]) == Plan(128, False, False, None)
     assert plan(300, D, V, 2, memory=PLANS["blocks"]) == Plan(128, False, False, 128)

@@ -33,12 +33,15 @@ class Plan:
         in_gradient: a part's logits lie in the memory that the weight's gradient will take.
         classes: of one block of the weight's gradient, where that is made block by block over all
             rows, from logits computed once more; None where it is summed over the parts.
+        skips_kept: in JAX, ignored rows are left out of kept logits' products too, which takes
+            room for a copy of three quarters of them, and is worth it where products are long.
     """
 
     rows: int
     keeps_logits: bool
     in_gradient: bool
     classes: int | None
+    skips_kept: bool = False
 
     @classmethod
     def for_shape(
@@ -69,7 +72,8 @@ class Plan:
         else:
             budget = LEAST if memory == "least" else int(memory)
         if rows * row_bytes <= budget:
-            return cls(rows, True, False, None)
+            skips = rows * row_bytes * 7 // 4 <= budget and rows * dim * vocab >= LEAST_WORK
+            return cls(rows, True, False, None, skips)
         if budget < sum_bytes + ROWS * row_bytes and in_float32:
             # No room for the sum. Half for a part's logits, in the forward or in a block's turn.
             part = _parts(rows, dim, budget // row_bytes)

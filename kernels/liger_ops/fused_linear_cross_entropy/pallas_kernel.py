@@ -76,7 +76,7 @@ def _forward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, c
         h, y, shard = _local(settings, hidden, weight, classes, axes)
         logits, gradients = None, Gradients()
         if keeps_logits:
-            logits = pallas_parts.kept_logits(settings, h, weight, y)
+            logits = pallas_parts.kept_logits(settings, plan.skips_kept, h, weight, y)
             tokens = pallas_vocab.forward(settings.rows, logits, y, constants, shard)
         else:
             upstream = upstream_of(settings, factors).normalized()[1] if any(now) else None
@@ -151,8 +151,9 @@ def _backward(settings: Settings, plan: Plan, need: Need, hidden, weight, bias, 
         if logits is not None:
             logits = logits.reshape(y.size, logits.shape[-1])
             gradients = pallas_parts.of_kept_logits(
-                settings, need, h, weight, y, constants, logits, statistics, upstream, unit, shard
-            )
+                settings, plan.skips_kept, need, h, weight, y, constants, logits, statistics,
+                upstream, unit, shard,
+            )  # fmt: skip
         else:
             by_block = plan.classes is not None and need.weight
             by_part = need._replace(weight=need.weight and not by_block)

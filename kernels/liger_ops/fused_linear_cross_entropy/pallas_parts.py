@@ -18,7 +18,6 @@ from liger_ops.cross_entropy import pallas_rows
 from liger_ops.cross_entropy.pallas_rows import Constants, Tokens
 from liger_ops.cross_entropy.xla import IGNORED
 from liger_ops.fused_linear_cross_entropy import pallas_vocab
-from liger_ops.fused_linear_cross_entropy.cases import LEAST_WORK
 from liger_ops.fused_linear_cross_entropy.pallas_vocab import Shard
 
 
@@ -119,13 +118,13 @@ def _count_of_batch(axis_size, in_batched, classes):
 
 
 def over_rows_that_count(
-    classes: jax.Array, weight: jax.Array, products: Callable[[jax.Array | None], Any]
+    classes: jax.Array, skips: bool, products: Callable[[jax.Array | None], Any]
 ) -> Any:
     """products(at), of the fewest quarters of the rows that hold all that count, or products(None)
-    of all rows. To ask how many count is to wait for the device, so small products are of all.
+    of all rows; always those unless it `skips`.
     """
     num_rows = classes.shape[0]
-    if num_rows * weight.size < LEAST_WORK:
+    if not skips:
         return products(None)
     order = jnp.argsort(classes == IGNORED, stable=True).astype(jnp.int32)
     quarters = [num_rows * i // 4 for i in (1, 2, 3)]
@@ -142,19 +141,20 @@ def _spread(rows: jax.Array, at: jax.Array, like: jax.Array) -> jax.Array:
     return zeros.at[at].set(rows, mode="promise_in_bounds", unique_indices=True)
 
 
-def kept_logits(settings: Settings, hidden, weight, classes) -> jax.Array:
-    """Of all rows at once; those of ignored rows may be zeros."""
+def kept_logits(settings: Settings, skips: bool, hidden, weight, classes) -> jax.Array:
+    """Of all rows at once; where it `skips`, those of ignored rows may be zeros."""
 
     def logits(at: jax.Array | None) -> jax.Array:
         if at is None:
             return logits_of(settings, hidden, weight)
         return _spread(logits_of(settings, hidden[at], weight), at, hidden)
 
-    return over_rows_that_count(classes, weight, logits)
+    return over_rows_that_count(classes, skips, logits)
 
 
 def of_kept_logits(
     settings: Settings,
+    skips: bool,
     need: Need,
     hidden: jax.Array,
     weight: jax.Array,
@@ -166,7 +166,10 @@ def of_kept_logits(
     unit: jax.Array | None,
     shard: Shard | None = None,
 ) -> Gradients:
-    """The gradients, times `unit`, from logits and statistics that the forward has kept."""
+    """The gradients, times `unit`, from logits and statistics that the forward has kept.
+
+    skips: as in over_rows_that_count.
+    """
     dlogits, dbias = pallas_rows.backward(
         settings.rows, logits, classes, constants, statistics, *upstream,
         vocab=pallas_vocab.size(shard), in_place=True, sum_bias=need.bias,
@@ -183,7 +186,7 @@ def of_kept_logits(
             dweight = scaled(weight_gradient(settings, d, h, dtype), unit, weight.dtype)
         return dhidden, dweight
 
-    dhidden, dweight = over_rows_that_count(classes, weight, products)
+    dhidden, dweight = over_rows_that_count(classes, skips, products)
     if need.hidden:
         dhidden = hidden_gradient(dhidden, weight.dtype, unit, shard)
     if need.bias:
