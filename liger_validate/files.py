@@ -31,14 +31,14 @@ def write(
 
     from liger_validate.tensors import to_torch
 
-    groups: dict[str, Mapping[str, np.ndarray]] = {
+    groups: dict[str, Mapping[str, Any]] = {
         "inputs": inputs,
         "outputs": capture.outputs,
         "output_gradients": capture.output_gradients,
         "gradients": capture.gradients,
     }
     tensors = {
-        f"{group}/{name}": to_torch(np.ascontiguousarray(value).reshape(value.shape))
+        f"{group}/{name}": to_torch(value).contiguous()
         for group, found in groups.items()
         for name, value in found.items()
     }

@@ -17,8 +17,10 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def to_torch(array: np.ndarray, device: str = "cpu") -> torch.Tensor:
-    """A copy of a NumPy array, ml_dtypes' bfloat16 included."""
+def to_torch(array: np.ndarray | torch.Tensor, device: str = "cpu") -> torch.Tensor:
+    """A copy of a NumPy array, ml_dtypes' bfloat16 included; of a tensor the device's."""
+    if isinstance(array, torch.Tensor):
+        return array.detach().to(device)
     if array.dtype == DTYPES["bfloat16"]:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16).to(device)
     return torch.from_numpy(array.copy()).to(device)

@@ -50,6 +50,17 @@ def test_two_captures_agree_and_a_changed_weight_is_found(folder, tmp_path, caps
     assert "no manifest" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("label", ["transformers", "jax_liger"])
+def test_gradients_are_captured_in_bfloat16(folder, tmp_path, label):
+    out = tmp_path / "captured.safetensors"
+    arguments = ["capture", str(folder), "--model", label, "--dtype", "bfloat16", "--grads"]
+    assert cli.main([*arguments, "--out", str(out)]) == 0
+    capture, _, _ = files.read(out)
+    gradient = capture.gradients["model.layers.0.mlp.down_proj.weight"]
+    assert gradient.dtype == "bfloat16" and gradient.any()
+    assert cli.main(["compare", str(out), str(out)]) == 0
+
+
 def test_the_page_of_a_model_stands_alone(folder, tmp_path):
     file = tmp_path / "page.html"
     arguments = ["model", str(folder), "--grads", "--steps", "2", "--html", str(file)]
