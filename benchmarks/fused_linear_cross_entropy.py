@@ -17,6 +17,7 @@ import torch
 import jax_liger
 import torch_liger
 from jax_liger.interop import from_torch, to_torch
+from run import check_only
 
 SHAPES = [  # rows, D, V
     (4096, 4096, 128256),
@@ -41,9 +42,7 @@ Row = dict[str, Any]
 def measure(
     quick: bool = False, shapes: Iterable[tuple[int, ...]] = (), only: Collection[str] = ()
 ) -> Iterator[Row]:
-    known = {**torch_implementations(), **jax_implementations()}
-    if unknown := set(only) - set(known):
-        raise ValueError(f"--only must be of {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    check_only(only, [*torch_implementations(), *jax_implementations()])
     for shape in shapes or (SHAPES[:1] if quick else SHAPES):
         yield from _one_shape(*shape, only)
 
@@ -167,11 +166,12 @@ def _one_shape(rows: int, dim: int, vocab: int, only: Collection[str]) -> Iterat
         if only and name not in only:
             continue
         fn, (hidden, weight) = jax_gradients(function), arrays
-        weight = weight.T if name == TOKAMAX else weight
+        across = name == TOKAMAX
+        weight = weight.T if across else weight
         dhidden, dweight = map(
             to_torch, fn(hidden[:CHECKED_ROWS], weight, labels[0][:CHECKED_ROWS])
         )
-        error = check(name, (dhidden, dweight.T if name == TOKAMAX else dweight), exact)
+        error = check(name, (dhidden, dweight.T if across else dweight), exact)
         for suffix, y in _labels(name, *labels):
             peak = fn.lower(hidden, weight, y).compile().memory_analysis().temp_size_in_bytes
             products = _jax_milliseconds(bare, *arrays)

@@ -355,8 +355,8 @@ def table_of(*results: dict[str, Any]) -> dict[str, Any]:
             {**dict(zip(names, size, strict=True)), "config": fastest["config"],
              **{row["pass"]: round(row["of_composed"], 4) for row in same}}
         )  # fmt: skip
-    commands = "; ".join(result["command"] for result in results)
-    source = f"{commands}; time over the composition's, bfloat16, {results[0]['versions']}"
+    commands = "; ".join(f"{result['command']} with {result['versions']}" for result in results)
+    source = f"{commands}; time over the composition's, bfloat16"
     return {"device": results[0]["device"], "source": source, "entries": entries}
 
 
@@ -396,7 +396,7 @@ def plot(result: dict, path: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the package's table from a result.")
+    parser = argparse.ArgumentParser(description="Write the package's table from results.")
     parser.add_argument("results", type=pathlib.Path, nargs="+", help="of different sizes")
     results = [json.loads(path.read_text()) for path in parser.parse_args().results]
     found = table_of(*results)

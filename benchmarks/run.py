@@ -83,6 +83,12 @@ def main() -> None:
         _plot_of(args.op)(result, args.out.with_suffix(".png"))
 
 
+def check_only(only: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ValueError where a name to measure alone is not that of an implementation."""
+    if unknown := set(only) - set(known):
+        raise ValueError(f"--only must be of {', '.join(known)}; got {', '.join(sorted(unknown))}")
+
+
 def collect(measured: Iterable[dict], result: dict, path: pathlib.Path | None) -> None:
     """Prints each row and adds it to the result's, which is written anew with each.
 

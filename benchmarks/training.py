@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from run import versions
+from run import check_only, versions
 
 LLAMA = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -228,10 +228,7 @@ WORKS: dict[str, Callable[[list[str] | None], Iterator[Row]]] = {
 
 
 def _chosen(candidates: dict[str, Any], only: list[str] | None) -> dict[str, Any]:
-    if unknown := set(only or ()) - set(candidates):
-        raise ValueError(
-            f"--only must be of {', '.join(candidates)}; got {', '.join(sorted(unknown))}"
-        )
+    check_only(only or (), candidates)
     return {name: one for name, one in candidates.items() if not only or name in only}
 
 

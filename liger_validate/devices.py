@@ -67,7 +67,7 @@ def find(name: str | None, frameworks: Iterable[str] = FRAMEWORKS) -> Place:
     frameworks = [f for f in frameworks if installed(f)]
     if name is None:
         return Place(
-            torch=_default_of_torch() if "torch" in frameworks else None,
+            torch=default_of_torch() if "torch" in frameworks else None,
             jax=_default_of_jax() if "jax" in frameworks else None,
         )
     matched = re.fullmatch(r"cpu|(?:gpu|cuda)(?::(\d+))?", name)
@@ -99,7 +99,8 @@ def _jax_devices() -> dict[str, Any]:
     return devices
 
 
-def _default_of_torch() -> str:
+def default_of_torch() -> str:
+    """The first GPU where there is one."""
     import torch
 
     return "cuda:0" if torch.cuda.is_available() else "cpu"

@@ -13,11 +13,11 @@ import torch
 from liger_validate import backward_stations, captures, captures_flax, drift
 from liger_validate.batches import Batch, read
 from liger_validate.captures import Capture
+from liger_validate.devices import default_of_torch
 from liger_validate.diagnosis import findings
 from liger_validate.routing import Routing
 from liger_validate.stations import stations
 from liger_validate.subject import Subject
-from liger_validate.tensors import default_device
 
 PLAIN, PATCHED, FLAX = "transformers", "torch_liger", "jax_liger"
 # What a model's error is held beside: the plain model's, and for that the patched one's.
@@ -56,7 +56,7 @@ def load(path: str, dtype: str = "float32") -> Loaded:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation="eager"
         )
-        return model.to(default_device()).eval()
+        return model.to(default_of_torch()).eval()
 
     plain, patched = of_transformers(), of_transformers()
     torch_liger.apply_liger_kernel(patched)
@@ -75,7 +75,7 @@ def weights_of(path: str, dtype: str) -> Callable[[str], torch.Tensor | None]:
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(path, allow_patterns=["*.safetensors"]))
-    where, device = {}, default_device()
+    where, device = {}, default_of_torch()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), "pt") as tensors:
             where |= dict.fromkeys(tensors.keys(), file)

@@ -8,13 +8,9 @@ import numpy as np
 import torch
 
 from liger_ops.drawing import DTYPES
+from liger_validate.devices import default_of_torch
 
 _PIECES = {"cpu": 1 << 20, "cuda": 1 << 26}  # numbers that are in float64 at a time
-
-
-def default_device() -> str:
-    """The GPU's name for PyTorch, where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def to_torch(array: np.ndarray | torch.Tensor, device: str = "cpu") -> torch.Tensor:
@@ -49,8 +45,8 @@ def squares(a: np.ndarray | torch.Tensor, b: np.ndarray | torch.Tensor | None = 
 
     On a GPU where there is one: a model's gradients are billions of numbers.
     """
-    device = default_device()
-    size = _PIECES[device]
+    device = default_of_torch()
+    size = _PIECES[torch.device(device).type]
     arrays = [_viewed(x).reshape(-1) for x in ((a,) if b is None else (a, b))]
     total = 0.0
     for start in range(0, arrays[0].numel(), size):

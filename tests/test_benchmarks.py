@@ -358,6 +358,13 @@ def test_operations_of_training_are_counted_as_in_torch():
     assert training._jax_flops(model, LoRAParam) == model_flops(theirs).at(training.LENGTH)
 
 
+def test_a_name_that_no_implementation_has_is_refused():
+    run.check_only((), ["XLA"])
+    run.check_only(["XLA"], ["XLA", "eager"])
+    with pytest.raises(ValueError, match="must be of XLA, eager; got xla"):
+        run.check_only(["XLA", "xla"], ["XLA", "eager"])
+
+
 RESULTS = sorted(BENCHMARKS.glob("results/*.json"))
 TRAINING = [path for path in RESULTS if path.stem.startswith("training_")]
 

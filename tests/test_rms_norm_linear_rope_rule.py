@@ -86,10 +86,10 @@ def test_what_was_measured_on_an_h200_decides_there():
     assert fused("pallas", 16) and not any(fused("pallas", rows) for rows in (1, 2, 15))
     for rows in (17, 64, 2048, 8192, 16384):
         assert not fused("triton", rows, trained=False) and not fused("pallas", rows)
+    of_64 = {"dim": 2048, "heads": Heads(32, 8, 64)}
     for framework in ("pallas", "triton"):
         assert not fused(framework, 16, trained=True)
         assert not fused(framework, 16, dtype="float32")
         assert not fused(framework, 16, as_measured=False)
-        of_64 = {"dim": 2048, "heads": Heads(32, 8, 64)}
         assert all(fused(framework, rows, **of_64) for rows in (1, 2, 16))
         assert not any(fused(framework, rows, **of_64) for rows in (17, 2048, 8192, 16384))

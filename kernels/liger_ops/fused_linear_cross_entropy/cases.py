@@ -18,7 +18,8 @@ ROWS = 128  # parts are multiples of so many rows, which a matrix product's tile
 # rows as make hidden's gradient a whole number of such waves, or a little less. In JAX 1536 rows of
 # 4096 columns, a wave and a half, took 1.12 of the products' time in all, and 2048 rows 1.05.
 WAVE, TILE_COLUMNS = 132, 256
-# A product of fewer multiplications takes less than a millisecond on an H200.
+# A product of fewer multiplications takes less than a millisecond on an H200, of which launching a
+# kernel of its own (PyTorch) or waiting for the rows that count (JAX) would be a part that shows.
 LEAST_WORK = 2**38
 
 

@@ -92,7 +92,9 @@ def hidden_product(
     return jax.lax.dot_general(dlogits, weight, contracted, preferred_element_type=dtype)
 
 
-def hidden_gradient(product: jax.Array, dtype: Any, unit: jax.Array | None, shard: Shard | None):
+def hidden_gradient(
+    product: jax.Array, dtype: Any, unit: jax.Array | None, shard: Shard | None
+) -> jax.Array:
     """The product times `unit`, and of all shards together, rounded once."""
     if shard is not None:
         product = shard.sum_gradient(product)
